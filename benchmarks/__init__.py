@@ -1,4 +1,4 @@
-"""Benchmarks that the performance claims rest on.
+"""Benchmarks behind the performance claims.
 
 `scripts/bench` runs each of them alone and prints its figures.
 """

@@ -1,7 +1,7 @@
-"""Measures what the callbacks cost a step, beside `TrainingArguments.torch_empty_cache_steps`.
+"""Measure the cost of the callbacks per step, next to `TrainingArguments.torch_empty_cache_steps`.
 
 Each variant trains the same tiny Llama on batches of changing length, interleaved in one process,
-several rounds; figures are medians over rounds. On a simulated card the cost of a flush is that of
+for several rounds; figures are medians over rounds. On a simulated card, a flush costs as much as
 freeing main memory.
 """
 
@@ -20,12 +20,12 @@ from trainer_plugins import CudaCacheCallback, EvalGenerateCleanup, KVCacheGuard
 
 STEPS = 60
 ROUNDS = 5
-ROUNDS_ON_CUDA = 3  # a card's minutes are dear, and its times steadier
+ROUNDS_ON_CUDA = 3  # a card's minutes are expensive, and its times steadier
 INTERVAL = 10
 
 
 class Clock(TrainerCallback):
-    """Measures the seconds of each step, from its beginning to the beginning of the next."""
+    """Measures the seconds of each step, from its start to the start of the next."""
 
     def __init__(self) -> None:
         self.marks: list[float] = []
@@ -41,7 +41,7 @@ class Clock(TrainerCallback):
 
 
 def rows() -> list[dict[str, torch.Tensor]]:
-    """Make token rows of 64 to 256 tokens, four in a row of the same length."""
+    """Make rows of 64 to 256 tokens, four in a row of the same length."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(64, 257, (STEPS,), generator=generator).tolist()
     data = [
@@ -53,7 +53,7 @@ def rows() -> list[dict[str, torch.Tensor]]:
 
 
 def train(callbacks: list[Any], folder: str, **settings: Any) -> tuple[float, int]:
-    """Train, and return the seconds a step and the peak reserved bytes."""
+    """Train, and return the seconds per step and the peak reserved bytes."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=256, hidden_size=128, intermediate_size=256, num_hidden_layers=2
@@ -99,7 +99,7 @@ VARIANTS: dict[str, Callable[[], tuple[list[Any], dict[str, Any]]]] = {
 def microseconds_a_step(callbacks: list[Any], folder: str) -> float:
     """Measure the callbacks alone: the events of 2000 steps on a Trainer, without the steps.
 
-    A difference of two noisy trainings cannot show a ten-thousandth of a step; this can.
+    The difference of two noisy trainings cannot show a ten-thousandth of a step; this can.
     """
     args = TrainingArguments(
         folder, max_steps=3, report_to="none", save_strategy="no", disable_tqdm=True

@@ -1,4 +1,4 @@
-"""Chooses the card that a benchmark runs on."""
+"""Choose the card that a benchmark runs on."""
 
 import torch
 

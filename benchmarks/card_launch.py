@@ -1,10 +1,10 @@
-"""Measures on a CUDA card a full fine-tune of a 1.2B Llama under the shipped launch files.
+"""Measure on a CUDA card a full fine-tune of a 1.2B Llama under the shipped launch files.
 
 `accelerate launch` starts each in one process: 1 row of 2048 tokens a step, bf16, checkpointing,
-from the same saved weights; see `benchmarks/card_launch_train.py`. The next launch imports its
-libraries while one trains, and waits for it to end before it touches the card. DeepSpeed's CPUAdam
-is compiled before. accelerate gives a process one thread unless it is told otherwise, which slows
-the optimizer on the CPU, so a row is named after its threads.
+from the same saved weights; see `benchmarks/card_launch_train.py`. While one trains, the next
+launch imports its libraries, then waits for it to end before it touches the card. DeepSpeed's
+CPUAdam is compiled beforehand. By default accelerate gives a process one thread, which slows the
+optimizer on the CPU, so a row is named after its threads.
 
     python -m benchmarks.card_launch [--small]
 """
@@ -32,7 +32,7 @@ from trainer_plugins.units import GIB
 
 ROOT = Path(__file__).parents[1]
 BUDGET_SECONDS = 75
-"""No launch begins after that."""
+"""No launch starts after that."""
 
 ROW_SECONDS = 60
 COMPILES = """
@@ -75,20 +75,20 @@ def launches() -> dict[str, Launch]:
 
 
 def with_ninja() -> dict[str, str]:
-    """Return the environment, with the folder of this Python's programs, where ninja is."""
+    """Return the environment, with this Python's program folder on the PATH, for ninja."""
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     return {**os.environ, "PATH": path}
 
 
 def compile_adam() -> subprocess.Popen[bytes]:
-    """Begin to compile DeepSpeed's CPUAdam; a second one waits for the first."""
+    """Start compiling DeepSpeed's CPUAdam; a second call waits for the first."""
     return subprocess.Popen(
         [sys.executable, "-c", COMPILES], env=with_ninja(), stdout=subprocess.DEVNULL
     )
 
 
 def save_model(folder: Path, is_small: bool) -> None:
-    """Save a model of the shape of Llama-3.2-1B, with random weights made on the card."""
+    """Save a model shaped like Llama-3.2-1B, with random weights made on the card."""
     config = LlamaConfig(
         vocab_size=1024 if is_small else 128256,
         hidden_size=512 if is_small else 2048,
@@ -108,7 +108,7 @@ def save_model(folder: Path, is_small: bool) -> None:
 
 
 def start(launch: Launch, folder: Path, model: Path) -> subprocess.Popen[bytes]:
-    """Start a launch in a process group of its own; what it says goes to a file."""
+    """Start a launch in its own process group, with its output in a file."""
     folder.mkdir()
     launch.write(folder / "launch.yaml")
     command = [sys.executable, "-m", "accelerate.commands.launch"]
@@ -132,7 +132,7 @@ def start(launch: Launch, folder: Path, model: Path) -> subprocess.Popen[bytes]:
 
 
 def end(process: subprocess.Popen[bytes], seconds: float) -> None:
-    """Wait for a launch, and end it if it takes too long: torchrun ends its ranks if asked to."""
+    """Wait for a launch, and end it if it takes too long: torchrun ends its ranks on SIGTERM."""
     waits: tuple[tuple[signal.Signals | None, float], ...] = (
         (None, seconds),
         (signal.SIGTERM, 10),
@@ -147,7 +147,7 @@ def end(process: subprocess.Popen[bytes], seconds: float) -> None:
 
 
 def result_of(name: str, folder: Path) -> dict[str, float]:
-    """Return the figures that a launch left, and print what was in force, or how it failed."""
+    """Return the figures of a launch, and print the strategy in force, or how it failed."""
     written = folder / "result.json"
     if not written.exists():
         lines = (folder / "said.txt").read_text(errors="replace").splitlines()

@@ -1,4 +1,4 @@
-"""Trains what `benchmarks/card_launch.py` launches, one at a time, and writes down what ran."""
+"""Train under a launch of `benchmarks/card_launch.py`, one at a time, and record what ran."""
 
 import argparse
 import fcntl
@@ -21,11 +21,11 @@ from trainer_plugins.launch.in_force import strategy_of
 LENGTH = 2048
 STEPS = 6
 SECONDS = 50
-"""A training that takes longer is ended."""
+"""The time limit of a training."""
 
 
 def home_of_states(optimizer: Any) -> dict[str, int]:
-    """Count the elements of the optimizer's states by the device that they are on."""
+    """Count the elements of the optimizer's states by device."""
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     homes: Counter[str] = Counter()
@@ -37,7 +37,7 @@ def home_of_states(optimizer: Any) -> dict[str, int]:
 
 
 def train(words: argparse.Namespace) -> dict[str, Any]:
-    """Train six steps of one row, and return what ran and what it took."""
+    """Train six steps of one row, and return the configuration and its cost."""
     torch.set_num_threads(words.threads)
     started = perf_counter()
     set_seed(0)
@@ -85,7 +85,7 @@ def train(words: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Wait for the launch before this one to end, train, and write the result."""
+    """Wait for the previous launch to end, train, and write the result."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--result", type=Path, required=True)
     parser.add_argument("--model", type=Path, required=True)

@@ -1,9 +1,9 @@
-"""This holds plans against the same trainings on a real card.
+"""Compare plans with the same trainings on a real card.
 
 Here: `python -m benchmarks.card_runs foretell FOLDER` plans each run. Beside a card: `... run
-FOLDER` trains them there, in FOLDER, several at once. Then here: `... report FOLDER` prints how far
-the two are apart. FOLDER travels between the machines. Both
-need the same versions of torch, transformers, TRL, PEFT and bitsandbytes.
+FOLDER` trains them there, in FOLDER, several at once. Then here: `... report FOLDER` prints the
+differences. FOLDER travels between the machines. Both need the same versions of torch,
+transformers, TRL, PEFT and bitsandbytes.
 """
 
 import hashlib
@@ -125,7 +125,7 @@ def _run(
 
 
 def named() -> dict[str, PlanRequest]:
-    """Return the runs that people do, by name."""
+    """Return common runs, by name."""
     evaluates = ("--eval_strategy=epoch", "--per_device_eval_batch_size=4")
     ends = ("--optim=adamw_torch_fused", "--save_strategy=epoch", *evaluates)
     return {
@@ -175,14 +175,14 @@ _TRY_THE_SMALLEST = (
     *("1B full", "1B full, checkpointing", "1B LoRA, SFT", "1B full, DPO"),
     *("Qwen3 0.6B full", "8B QLoRA, paged AdamW"),
 )
-"""Runs that are also trained with just the room that they are said to need, and with 2 MiB less."""
+"""Runs that are also trained with exactly the planned memory, and with 2 MiB less."""
 
 _LARGEST = 1_000_000_000
-"""Parameters of a drawn model that is still run: its weights are made on the card and written."""
+"""The most parameters of a random model that we run: its weights are made on the card, written."""
 
 
 def foretell(folder: Path) -> None:
-    """Plan each run, and write what is foretold of those that can run."""
+    """Plan each run, and write the predictions of those that can run."""
     folder.mkdir(parents=True, exist_ok=True)
     known = folder / "foretold.json"
     lines: list[dict[str, Any]] = json.loads(known.read_text()) if known.exists() else []
@@ -218,7 +218,7 @@ def _peaks(plan: MemoryPlan) -> dict[str, list[int]]:
 
 
 def shared_moments(peaks: Mapping[str, Any]) -> dict[str, list[int]]:
-    """Return the peaks of moments; where the first step begins after a load is another place."""
+    """Return the peaks of moments; the first step starts elsewhere after a load."""
     found: dict[str, list[int]] = {}
     for moment, peak in peaks.items():
         name = {"load": "forward"}.get(moment, moment)
@@ -228,7 +228,7 @@ def shared_moments(peaks: Mapping[str, Any]) -> dict[str, list[int]]:
 
 
 def _keep_events(snapshot: Path, kept: Path) -> None:
-    """Write what the allocator did, each stack once, and remove the snapshot."""
+    """Write the allocator's actions, each stack once, and remove the snapshot."""
     from trainer_plugins.snapshot.cards import read
     from trainer_plugins.snapshot.stacks import meaning_of
 
@@ -245,7 +245,7 @@ def _keep_events(snapshot: Path, kept: Path) -> None:
 
 
 def run(folder: Path, most_seconds: float) -> None:
-    """Train on the card what was foretold, as many at once as it holds, until time is up."""
+    """Train the planned runs on the card, as many at once as it holds, until time is up."""
     lines = [line for line in json.loads((folder / "foretold.json").read_text()) if "dry" in line]
     lines = [line for line in lines if _is_run(line)]
     card, end = _Share(_SHARED_BYTES), time.monotonic() + most_seconds
@@ -284,7 +284,7 @@ _WEIGHTS = Path("/dev/shm/weights")
 
 
 class _Share:
-    """Gives each process its part of the card, and lets one wait for which there is none."""
+    """Gives each process its part of the card, and makes others wait."""
 
     def __init__(self, num_bytes: int) -> None:
         self._left, self._all, self._changed = num_bytes, num_bytes, Condition()
@@ -338,7 +338,7 @@ def _weights_of(request: PlanRequest) -> Path:
 
 
 def weights(requests: list[PlanRequest]) -> None:
-    """Write checkpoints of the models of requests: random weights in bfloat16, made on the card."""
+    """Write checkpoints of the requests' models: random bfloat16 weights, made on the card."""
     import torch
 
     from trainer_plugins.planner.rehearse import model_of_config as of_config
@@ -403,7 +403,7 @@ def train(asked: Path, folder: Path, room_bytes: int) -> None:
 
 
 def _facts() -> dict[str, Any]:
-    """Return what the driver says of this process."""
+    """Return the driver's figures for this process."""
     import pynvml
     import torch
 
@@ -424,7 +424,7 @@ def _facts() -> dict[str, Any]:
 
 
 def report(folder: Path) -> str:
-    """Say how far plans and dry runs are from the card."""
+    """Report the differences between plans, dry runs and the card."""
     text, differences = [], []
     for line in json.loads((folder / "foretold.json").read_text()):
         file = folder / "answers" / f"{line['file']}.json"
@@ -456,7 +456,7 @@ def _moments(seen: Mapping[str, Any]) -> dict[str, list[int]]:
 
 
 def _first_difference(folder: Path, file: str, show: int = 3) -> Iterator[str]:
-    """Say where what the card's process asked for leaves what was asked on the dry card."""
+    """Show where the allocations on the card first differ from those of the dry run."""
     dry, card = _asked(folder / f"{file}.dry.xz"), _asked(folder / "answers" / f"{file}.xz")
     at = next((at for at, (a, b) in enumerate(zip(dry, card, strict=False)) if a[0] != b[0]), None)
     if at is None and len(dry) == len(card):

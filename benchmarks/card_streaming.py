@@ -1,4 +1,4 @@
-"""Measures on a CUDA card what a streamed base costs: LoRA on an 8B-shaped Llama, in bf16.
+"""Measure on a CUDA card the cost of a streamed base: LoRA on an 8B-shaped Llama, in bf16.
 
 Each way trains the same model, built on the card with the same random weights. First come a few
 steps with deterministic kernels, whose losses and learned weights are compared bit for bit; then
@@ -58,7 +58,7 @@ def rows(num: int) -> list[dict[str, torch.Tensor]]:
 
 
 def bus_bytes_per_second() -> tuple[float, float]:
-    """Return how fast 1 GiB of pinned memory comes to the card, and goes back."""
+    """Return the rates at which 1 GiB of pinned memory moves to the card, and back."""
     host = torch.empty(GIB, dtype=torch.uint8, pin_memory=True)
     card = torch.empty(GIB, dtype=torch.uint8, device="cuda")
     rates = []
@@ -72,13 +72,13 @@ def bus_bytes_per_second() -> tuple[float, float]:
 
 
 def pinned() -> tuple[float, float]:
-    """Return the seconds that this process has spent pinning, and the most bytes it had pinned."""
+    """Return the seconds that this process spent pinning, and its peak of pinned bytes."""
     stats = torch.cuda.host_memory_stats()
     return stats["host_alloc_time.total"] / 1e6, stats["allocated_bytes.peak"]
 
 
 class Clock(TrainerCallback):
-    """Takes the time at the beginning of each step and at the end, and what was copied by then."""
+    """Records the time and the bytes copied, at the start of each step and at the end."""
 
     def on_train_begin(self, *_: object, **event: Any) -> None:
         self.marks: list[float] = []
@@ -97,13 +97,13 @@ class Clock(TrainerCallback):
 
 
 def learned(trainer: Trainer) -> list[torch.Tensor]:
-    """Return copies of the weights that are trained."""
+    """Return copies of the trained weights."""
     model: Any = trainer.model
     return [one.detach().cpu().clone() for one in model.parameters() if one.requires_grad]
 
 
 def losses(trainer: Trainer) -> list[float]:
-    """Return the losses of the training that ended last, one a step."""
+    """Return the losses of the last training, one per step."""
     return [one["loss"] for one in trainer.state.log_history if "loss" in one]
 
 
@@ -115,7 +115,7 @@ def train(trainer: Trainer, num_rows: int, num_steps: int) -> None:
 
 
 def check(trainer: Trainer) -> tuple[list[float], list[torch.Tensor]]:
-    """Train with deterministic kernels; return the losses and what was learned."""
+    """Train with deterministic kernels; return the losses and the learned weights."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     train(trainer, 1, CHECKED_STEPS)
@@ -124,7 +124,7 @@ def check(trainer: Trainer) -> tuple[list[float], list[torch.Tensor]]:
 
 
 def again(trainer: Trainer, start: list[torch.Tensor]) -> tuple[list[float], list[torch.Tensor]]:
-    """Take the learned weights back to their start, and check once more."""
+    """Reset the learned weights to their start, and check once again."""
     model: Any = trainer.model
     trained = [one for one in model.parameters() if one.requires_grad]
     with torch.no_grad():
@@ -159,14 +159,14 @@ def timed(trainer: Trainer, clock: Clock, num_rows: int, rate: float) -> dict[st
 
 
 def is_equal(ours: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[float, float]:
-    """Return 1 or 0 for the losses, and the part of the learned tensors that are bit-equal."""
+    """Return 1 or 0 for the losses, and the fraction of learned tensors that are bit-equal."""
     pairs = list(zip(ours[1], other[1], strict=True))
     return float(ours[0] == other[0]), sum(torch.equal(*pair) for pair in pairs) / len(pairs)
 
 
 def figures() -> Iterator[tuple[str, float]]:
     """Yield the figures of each way."""
-    # What deterministic kernels ask for; it is torch's own choice on Hopper, so nothing changes.
+    # Required by deterministic kernels; torch's own default on Hopper, so nothing changes.
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     logging.getLogger("transformers").setLevel(logging.ERROR)
     rate, back = bus_bytes_per_second()

@@ -1,7 +1,8 @@
-"""Measures on a CUDA card how a run that survives compares with one that was tuned by hand.
+"""Measure on a CUDA card how a surviving run compares with one tuned by hand.
 
-A causal LM of 0.5 billion parameters in bf16 trains on rows of 1024 tokens, 64 in a step. PyTorch
-may use so much of the card that 8 rows fit at once, and 16 do not. Runs take turns in one process.
+A causal LM of 0.5 billion parameters in bf16 trains on rows of 1024 tokens, 64 in a step. PyTorch's
+share of the card is limited so that 8 rows fit at once, and 16 do not. Runs alternate in one
+process.
 """
 
 import gc
@@ -26,11 +27,11 @@ TUNED = 8
 WAYS = ("tuned", "survived", "survived, plan_first=False", "auto_find_batch_size")
 TURNS = (*WAYS, "survived", "tuned")
 SECONDS_A_RUN = 6
-"""About so long a run takes: its number of steps, 6 to 12, is chosen for that."""
+"""The approximate time of a run, which sets its number of steps, 6 to 12."""
 
 
 def now() -> float:
-    """Return the time when the card has done all that it was given."""
+    """Return the time once the card has finished all its work."""
     torch.cuda.synchronize()
     return perf_counter()
 
@@ -55,10 +56,10 @@ def rows(num: int) -> list[dict[str, torch.Tensor]]:
 
 
 class Clock(TrainerCallback):
-    """Takes the time at the beginning of each step, and at the end of the training."""
+    """Records the time at the start of each step, and at the end of the training."""
 
     def on_train_begin(self, *_: object, **__: object) -> None:
-        self.marks: list[float] = []  # a restarted training begins anew
+        self.marks: list[float] = []  # reset by a restarted training
 
     def on_step_begin(self, *_: object, **__: object) -> None:
         self.marks.append(now())
@@ -68,7 +69,7 @@ class Clock(TrainerCallback):
 
 
 def trainer_of(num_rows: int, num_steps: int, folder: str, **more: Any) -> tuple[Trainer, Clock]:
-    """Make a Trainer of `num_rows` at once, 64 in a step."""
+    """Make a Trainer with `num_rows` at once, 64 in a step."""
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -94,7 +95,7 @@ def limit_card(folder: str) -> float:
     trainer, clock = trainer_of(TUNED, 2, folder)
     trainer.train()
     weight_bytes = sum(one.nbytes for one in trainer.model.parameters())
-    kept_bytes = 4 * weight_bytes  # with gradients, and two states of AdamW in bf16
+    kept_bytes = 4 * weight_bytes  # with gradients, and AdamW's two states in bf16
     peak_bytes = torch.cuda.max_memory_reserved()
     allowed_bytes = kept_bytes + 1.5 * (peak_bytes - kept_bytes)
     total_bytes = torch.cuda.get_device_properties(0).total_memory
@@ -104,7 +105,7 @@ def limit_card(folder: str) -> float:
 
 
 def run(way: str, num_steps: int, folder: str) -> dict[str, float]:
-    """Train in one way, and return what it took."""
+    """Train in one way, and return its cost."""
     is_found = way == "auto_find_batch_size"
     num_at_once = TUNED if way == "tuned" else ROWS
     trainer, clock = trainer_of(num_at_once, num_steps, folder, auto_find_batch_size=is_found)
@@ -139,7 +140,7 @@ def run(way: str, num_steps: int, folder: str) -> dict[str, float]:
 
 
 def cost_of_model(folder: str) -> float:
-    """Return us that a micro-batch of the model is longer with survival: 1 row of 32 tokens."""
+    """Return the us that survival adds to a micro-batch of the model: 1 row of 32 tokens."""
     trainer, _ = trainer_of(1, 1, folder, gradient_accumulation_steps=1)
     trainer.train()
     inputs = {key: value[None, :32].cuda() for key, value in rows(1)[0].items()}

@@ -1,6 +1,6 @@
-"""Measures the time of `trainer-plugins check`, and of an evaluation with and without its guard.
+"""Measure the time of `trainer-plugins check`, and of an evaluation with and without its guard.
 
-Times are of the CPU, the shortest of some rounds: wall-clock time depends on who else computes. The
+Times are CPU times, the shortest of several rounds: wall-clock time depends on other processes. The
 evaluation keeps the logits of 32 rows of 32 tokens and 32,000 words, 125 MiB, on a simulated card
 of 400 MiB; on a CUDA card, which has room for them, the guard only looks.
 """
@@ -60,7 +60,7 @@ def evaluator(folder: str, *callbacks: EvaluationGuard) -> Trainer:
 
 
 def seconds_and_peak(trainer: Trainer) -> tuple[float, int]:
-    """Evaluate; return the CPU seconds, and the most that was allocated on the card."""
+    """Evaluate; return the CPU seconds, and the peak allocated memory of the card."""
     torch.accelerator.empty_cache()
     torch.accelerator.reset_peak_memory_stats()
     begin = process_time()

@@ -1,4 +1,4 @@
-"""Compares the shipped ZeRO-3 offload files with those of other projects, in one training.
+"""Compare the shipped ZeRO-3 offload files with those of other projects, in one training.
 
 The others are LLaMA-Factory, axolotl and accelerate. The model is Llama-2 7B in miniature: its 32
 layers, every matrix an 8th as wide and as high, so a 64th of its elements. A file's numbers that
@@ -6,18 +6,17 @@ count elements are divided by 64 too, so buckets, thresholds and distances relat
 they do at 7B. "auto" follows the model by itself.
 
 `accelerate launch` starts each row on two CPU ranks, interleaved, in rounds. Nothing is printed
-unless the intended training is the one that ran, and all rows trained alike. What a figure can show
-on the CPU:
+unless the intended training is the one that ran, and all rows trained alike. The meaning of a
+figure on the CPU:
 
-    tokens/s     how much is gathered, reduced and stepped; neither PCIe nor overlap, and
+    tokens/s     the cost of gathering, reducing and stepping; neither PCIe nor overlap, and
                  `pin_memory` has no effect
-    card         a census (see `benchmarks/configs_train.py`) of what would be on a card, without
-                 activations; given as it is at 7B: every term counts elements, so it is 64 times
-                 what was counted
-    fetched      weights gathered in a step, over those of the model; on a card with offload, what
-                 crosses PCIe
-    waited for   the part of them that nobody had asked for when their layer began: not overlapped
-                 on any device
+    card         a census (see `benchmarks/configs_train.py`) of the memory of a card, without
+                 activations; given for 7B: every term counts elements, so it is 64 times the count
+    fetched      weights gathered in a step, over those of the model; on a card with offload, the
+                 traffic over PCIe
+    waited for   the part of them that was not requested when their layer began: not overlapped on
+                 any device
     main memory  of a rank, with Python's own and with the card's share, which is main memory here
 
 With a CUDA card the same program trains on it in bf16, capped to 24 GiB at 7B, or to the same share
@@ -77,12 +76,12 @@ TORCH_OPTIMIZER = {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_op
 
 @dataclass(frozen=True)
 class Row:
-    """Describes a launch file: a shipped one, and what differs in another project's."""
+    """Describes a launch file: a shipped one, and the differences of another project's."""
 
     file: str = OURS
     zero: dict[str, Any] = field(default_factory=dict)
     rest: dict[str, Any] = field(default_factory=dict)
-    """What differs outside `zero_optimization`."""
+    """The differences outside `zero_optimization`."""
 
     optimizer: str = "DeepSpeedCPUAdam"
 
@@ -121,7 +120,7 @@ ROWS = {
     # huggingface/accelerate 16cb6eb8,
     # examples/deepspeed_config_templates/zero_stage3_offload_config.json. Its fp16 and its
     # accumulation of 1 would stop a training in bf16, or with any other, so they are "auto" here;
-    # and its schedule of the learning rate is left out, so that all train alike. Its AdamW is what
+    # and its learning rate schedule is left out, so that all train alike. Its AdamW is the one that
     # the others get from the Trainer.
     "accelerate": Row(zero=AUTO),
 }
@@ -129,7 +128,7 @@ ROWS = {
 
 @dataclass(frozen=True)
 class Bench:
-    """Says how large the training is on this machine."""
+    """Sets the size of the training on this machine."""
 
     divisor: int
     num_ranks: int
@@ -137,7 +136,7 @@ class Bench:
 
     @property
     def tokens(self) -> int:
-        """Tokens of one step, on all ranks."""
+        """Return the tokens of one step, on all ranks."""
         return int(self.words[1]) * int(self.words[3]) * self.num_ranks
 
 
@@ -156,10 +155,10 @@ def bench_here() -> Bench:
 
 
 def launch(row: Row, bench: Bench) -> list[dict[str, Any]]:
-    """Train once, and return what each rank left, checked; nothing if the card was too small.
+    """Train once, and return each rank's checked results; nothing if the card was too small.
 
     Raises:
-        RuntimeError: another training ran than was meant, or none.
+        RuntimeError: another training than intended ran, or none.
     """
     with TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -180,7 +179,7 @@ def launch(row: Row, bench: Bench) -> list[dict[str, Any]]:
         )
         if bench.num_ranks > 1:
             environment["DS_ACCELERATOR"] = "cpu"
-        # A rank may die at exit, its work done: the results tell, not the exit code.
+        # A rank may die at exit after its work is done: trust the results, not the exit code.
         done = subprocess.run(
             command, cwd=folder, env=environment, check=False, capture_output=True, text=True
         )

@@ -1,8 +1,8 @@
-"""Trains what `benchmarks/configs.py` launches: 7B in miniature; reports what each rank kept.
+"""Train under a launch of `benchmarks/configs.py`: 7B in miniature; report each rank's memory.
 
 Each rank writes `rank-<rank>.json` into `--result`: what really ran, seconds of the timed steps,
-peak main memory, and a census of what DeepSpeed keeps on the card. The census is taken in steps of
-its own, after the timed ones.
+peak main memory, and a census of DeepSpeed's memory on the card. The census is taken in separate
+steps, after the timed ones.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from transformers import (
     set_seed,
 )
 
-WARM_UP_STEPS = 3  # DeepSpeed records the order of the modules in them, and prefetches from then on
+WARM_UP_STEPS = 3  # DeepSpeed records the order of the modules in these, and prefetches afterwards
 TIMED_STEPS = 4
 CENSUS_STEPS = 1
 
@@ -46,11 +46,11 @@ def shape(divisor: int) -> LlamaConfig:
 
 
 class Census:
-    """Counts what DeepSpeed keeps on the card and moves to it, in elements and bytes.
+    """Counts the memory that DeepSpeed keeps on the card and moves to it, in elements and bytes.
 
     It counts, and reads no device. The sum grows when weights are fetched and when gradients are
-    reduced, so it is taken there. Counted are whole weights (gathered, or on their way), gradients,
-    the reduce bucket and what reduce-scatter copies of it. Not counted are activations, the loss,
+    reduced, so it is taken there. It includes whole weights (gathered, or on their way), gradients,
+    the reduce bucket and reduce-scatter's copies of it. It does not include activations, the loss,
     and copies that a gather makes while it is waited for.
     """
 
@@ -81,7 +81,7 @@ class Census:
             for bucket in self.optimizer.ipg_buckets.values()
             if bucket.buffer is not None
         ]
-        # A gradient lies in the bucket, or alone where it is larger.
+        # A gradient lies in the bucket, or alone if it is larger.
         held = [*buckets, *(each.grad for each in self.parameters if each.grad is not None)]
         storages = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
@@ -106,7 +106,7 @@ class Census:
 
     def _looking(self, reduce: Callable[..., Any]) -> Callable[..., Any]:
         def looked(tensors: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-            # DeepSpeed reduces one tensor where it lies, and several in a copy.
+            # DeepSpeed reduces one tensor in place, and several in a copy.
             self.look(sum(tensor.nbytes for tensor in tensors) if len(tensors) > 1 else 0)
             return reduce(tensors, *args, **kwargs)
 
@@ -130,7 +130,7 @@ def resident_bytes(optimizer: Any, parameters: Iterable[Any]) -> int:
 
 
 class Stopwatch(TrainerCallback):
-    """Measures the seconds of the timed steps; then the census begins."""
+    """Measures the seconds of the timed steps; then the census starts."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
@@ -158,7 +158,7 @@ def peak_host_bytes() -> int:
 
 
 def main() -> None:
-    """Train, and write down what ran and what it cost."""
+    """Train, and record what ran and its cost."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--result", type=Path, required=True)
     parser.add_argument("--divisor", type=int, required=True)

@@ -1,12 +1,12 @@
-"""Plans users' commands on dry cards, and holds each answer to a card of its size.
+"""Plan users' commands on dry cards, and check each answer on a card of its size.
 
     python -m benchmarks.dry [NAME...]
 
-plans all, or those whose name begins with one of the words, each by `plan --json --gpu 80GiB --
-COMMAND`. Then it runs the command on the smallest card that was named, where it must complete, and
-on one of a MiB less, where it must die of the request that was named. It prints the table of
-benchmarks/results/dry.txt. Programs are those of the PATH, and all files are made here. A row of a
-program that is not installed as a package is run if a variable names its checkout.
+plans all, or those whose name starts with one of the words, each by `plan --json --gpu 80GiB --
+COMMAND`. Then it runs the command on the smallest card of the plan, where it must complete, and on
+one with a MiB less, where the request named in the plan must fail. It prints the table of
+benchmarks/results/dry.txt. Programs are those of the PATH, and all files are made here. A program
+that is not installed as a package has a row only if a variable names its checkout.
 """
 
 import json
@@ -51,8 +51,8 @@ MODELS = {
     '"tie_word_embeddings":true,"rope_parameters":{"rope_type":"default","rope_theta":1e6,'
     '"mrope_section":[16,24,24]}} tie_word_embeddings=true',
 }
-"""The class and the sizes of published models of these names; what is not here is the
-default of transformers: Mixtral 8x7B, Qwen3 30B-A3B, BART large."""
+"""The class and the sizes of published models of these names; all else is transformers' default:
+Mixtral 8x7B, Qwen3 30B-A3B, BART large."""
 
 TRAIN = """
 import json, sys, torch, transformers
@@ -185,7 +185,7 @@ ROWS = {
 
 
 def make_files(folder: Path) -> None:
-    """Write models of which only the config and the tokenizer are there, and data sets."""
+    """Write models with only config and tokenizer, and data sets."""
     import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -246,7 +246,7 @@ def planned(options: list[str], command: list[str]) -> tuple[MemoryPlan, float]:
 
 
 def difference(options: list[str], command: list[str], plan: MemoryPlan) -> str:
-    """Run a command on the card that its plan names and on one of a MiB less; say what differs."""
+    """Run a command on the smallest card of its plan and with a MiB less; report differences."""
     if plan.smallest_card_bytes is None:
         return "no smallest card is named"
     run = DryRun(
@@ -268,7 +268,7 @@ def difference(options: list[str], command: list[str], plan: MemoryPlan) -> str:
 
 
 def told(name: str) -> str:
-    """Return the line of a row; of one that cannot be run, why."""
+    """Return the line of a row, or the reason why it cannot run."""
     options, _, typed = ROWS[name].partition("-- ")
     try:
         command = shlex.split(_VARIABLE.sub(lambda found: os.environ[found[1]], typed))
@@ -286,7 +286,7 @@ def told(name: str) -> str:
 
 
 def main(names: list[str]) -> None:
-    """Print the lines of all rows, or of those whose name begins with one of the words."""
+    """Print the lines of all rows, or of those whose name starts with one of the words."""
     equip_dry_cards()
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.getenv("PYTHONPATH")]))
     with tempfile.TemporaryDirectory() as name:

@@ -1,8 +1,8 @@
-"""Explains memory snapshots, and compares what comes out with what the files state.
+"""Explain memory snapshots, and compare the results with the files' own figures.
 
-For each file: the bytes that it states as allocated at its end and the sum of the categories there,
-the recorded peak of reserved memory and that of the replay; and what its page takes: CPU seconds,
-and megabytes. Prints Markdown, and ends with 1 if anything differs. `docs/explain_snapshots.md` has
+For each file: the allocated bytes stated at its end and the sum of the categories there, the
+recorded peak of reserved memory and that of the replay; and the cost of its page: CPU seconds, and
+megabytes. Prints Markdown, and exits with 1 if anything differs. `docs/explain_snapshots.md` has
 the sums of public ones:
 
     python -m benchmarks.explained SNAPSHOT ...

@@ -1,11 +1,10 @@
-"""This closes the loop of `exec --fit`: runs that die on a dry card, and finish there with it.
+"""Close the loop of `exec --fit`: runs that die on a dry card, and finish there with it.
 
     python -m benchmarks.fit [NAME...]
 
-Each is a small model that really trains, on torch's own build for CUDA with numbers
-(`drycuda --numbers`): on a card of 80 GiB; on a small one, where it must die of torch's
-OutOfMemoryError; and there under `exec --fit`, where it must finish with the weights of the first,
-to rounding.
+Each is a small model that really trains, on torch's own CUDA build with numbers (`drycuda
+--numbers`): on a card of 80 GiB; on a small one, where it must die of torch's OutOfMemoryError; and
+there under `exec --fit`, where it must finish with the weights of the first, to rounding.
 """
 
 import os
@@ -32,7 +31,7 @@ _SAID = re.compile(r"exec --fit: (.*?)(?:: [\d.]+ \w+ to spare.*)?$", re.MULTILI
 
 @dataclass(frozen=True)
 class Case:
-    """Describes a run: what its script is told, its flags, and the card on which it dies."""
+    """Describes a run: its script's words, its flags, and the card on which it dies."""
 
     flags: str
     card: str

@@ -1,4 +1,4 @@
-"""Plan the main memory of shipped launch files: makes tests/launch/host_memory.toml, for hand use.
+"""Plan the main memory of shipped launch files: makes tests/launch/host_memory.toml, by hand.
 
 `host_plans.py CONFIG FILE RANKS` prints one plan of it: the config of a model in tests/planner, the
 name of a launch file, and the ranks. A plan of 70B takes minutes.
@@ -19,7 +19,7 @@ FLAGS = (
 
 
 def planned(config: str, file: str, num_ranks: int) -> tuple[int, int]:
-    """Tensors in main memory and the pinned ones among them, in bytes."""
+    """Return the tensors in main memory and the pinned ones among them, in bytes."""
     content = json.loads(
         (Path(__file__).parents[1] / "tests" / "planner" / "configs" / f"{config}.json").read_text()
     )

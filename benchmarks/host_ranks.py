@@ -1,4 +1,4 @@
-"""One of two CPU ranks that loads a model and trains one step. It writes its peak of main memory.
+"""Load a model and train one step on one of two CPU ranks; write its peak of main memory.
 
 By hand, for docs/internals/plans.md: `host_ranks.py FOLDER CHECKPOINT LAUNCH`, with the fields of
 TrainingArguments as JSON.
@@ -21,20 +21,20 @@ initialise = PartialState.__init__
 
 
 def initialise_as_multi_gpu(self: Any, *args: Any, **kwargs: Any) -> None:
-    """Let accelerate take its FSDP branch, which is for accelerators only."""
+    """Make accelerate take its FSDP branch, which is for accelerators only."""
     initialise(self, *args, **kwargs)
     if self.distributed_type == DistributedType.MULTI_CPU:
         self._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
 def of_status(name: str) -> int:
-    """Bytes that the kernel tells of this process: VmHWM is its peak, RssAnon leaves files out."""
+    """Return the kernel's figure for this process: VmHWM is its peak, RssAnon excludes files."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 
 class Peak(threading.Thread):
-    """Samples what is not a file: a file's pages are dropped when memory is short."""
+    """Samples anonymous memory: the pages of files are dropped when memory is short."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -46,7 +46,7 @@ class Peak(threading.Thread):
 
 
 class AtBegin(TrainerCallback):
-    """Notes the peak when all is loaded and divided, before the first step."""
+    """Records the peak once everything is loaded and sharded, before the first step."""
 
     def __init__(self, told: dict[str, object], peak: Peak) -> None:
         self.told, self.peak = told, peak
@@ -85,7 +85,7 @@ def main(folder: Path, checkpoint: str, fields: dict[str, Any]) -> None:
     told["trained"], told["trained_anon"] = of_status("VmHWM"), peak.num_bytes
     (folder / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(told))
     sys.stdout.flush()
-    os._exit(0)  # gloo now and then aborts a process at its end
+    os._exit(0)  # gloo occasionally aborts a process at its end
 
 
 if __name__ == "__main__":

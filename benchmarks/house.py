@@ -1,10 +1,10 @@
-"""This counts the house from its own source: rooms, floors, imports, long files and functions.
+"""Count the house from its own source: rooms, floors, imports, long files and functions.
 
 A room is a module or a folder directly under `trainer_plugins/`, and each other folder of Python.
 An arrow is a pair of rooms of which one imports the other, anywhere in its code. A room stands one
 floor above the highest that it imports. Rooms in a circle have no floor, and an arrow between two
 such rooms points upward for one of them. Circles of files are counted among imports that run at
-import, and among all imports, those inside functions too.
+import, and among all imports, including those inside functions.
 """
 
 import ast
@@ -22,19 +22,16 @@ _FRAGMENTS = """
     those to under what when where whether which who whom whose why with within without
 """
 FRAGMENTS = frozenset(_FRAGMENTS.split())
-"""A first word after which a docstring's first sentence has no subject.
-
-What begins with a noun is not noticed.
-"""
+"""A first word after which a docstring's first sentence has no subject; nouns go unnoticed."""
 
 
 DOOR = Path("callbacks/_later.py")
-"""It leads from callbacks to planner, check and explain; `tests/test_floors.py` holds that."""
+"""It leads from callbacks to planner, check and explain; `tests/test_floors.py` checks that."""
 
 
 @functools.cache
 def trees() -> dict[Path, ast.Module]:
-    """The syntax of each file of the package, by its path there."""
+    """Return the syntax tree of each file of the package, by its path there."""
     return {
         path.relative_to(PACKAGE): ast.parse(path.read_text())
         for path in sorted(PACKAGE.rglob("*.py"))
@@ -42,7 +39,7 @@ def trees() -> dict[Path, ast.Module]:
 
 
 def imported(nodes: Iterator[ast.AST]) -> Iterator[list[str]]:
-    """What is imported of the package, as the parts of its dotted name after `trainer_plugins`."""
+    """Yield the package's imported modules, as the parts of the name after `trainer_plugins`."""
     for node in nodes:
         if isinstance(node, ast.ImportFrom):
             names = [f"{node.module}.{alias.name}" for alias in node.names]
@@ -54,9 +51,9 @@ def imported(nodes: Iterator[ast.AST]) -> Iterator[list[str]]:
 
 
 def arrows_between(files: dict[Path, ast.Module], tower: str) -> dict[str, set[str]]:
-    """Return for each room of the package, or of one folder in it, what it imports anywhere.
+    """Return the imports of each room of the package, or of one folder in it.
 
-    What the one door imports when it is called does not count.
+    Imports of the one door at call time do not count.
 
     Args:
         files: see `trees`.
@@ -80,7 +77,7 @@ def arrows_between(files: dict[Path, ast.Module], tower: str) -> dict[str, set[s
 
 
 def at_import(tree: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes that run at import: no function bodies, nothing for type checkers alone."""
+    """Yield the nodes that run at import: no function bodies, nothing only for type checkers."""
     for child in ast.iter_child_nodes(tree):
         is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
         if not is_function and not _is_for_types(child):
@@ -89,7 +86,7 @@ def at_import(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def at_call_too(tree: ast.AST) -> Iterator[ast.AST]:
-    """Yield all nodes but those for type checkers alone."""
+    """Yield all nodes except those only for type checkers."""
     for child in ast.iter_child_nodes(tree):
         if not _is_for_types(child):
             yield child
@@ -101,7 +98,7 @@ def _is_for_types(node: ast.AST) -> bool:
 
 
 def floors(below: dict[str, set[str]]) -> dict[str, int]:
-    """The floor of each room, counted from 1; rooms that import each other in a circle get none."""
+    """Return the floor of each room, counted from 1; rooms in a circle of imports get none."""
     found: dict[str, int] = {}
     while ready := [
         r for r in below if r not in found and all(other in found for other in below[r])
@@ -115,14 +112,14 @@ def floors(below: dict[str, set[str]]) -> dict[str, int]:
 def files_in_circles(files: dict[Path, ast.Module], *, at_call: bool = False) -> list[str]:
     """Return the files that import each other in a circle, at import or also inside functions.
 
-    Imports for type checkers alone do not count.
+    Imports only for type checkers do not count.
     """
     below = _imports(files, at_call_too if at_call else at_import)
     return sorted(name for name in below if name in _reached(name, below))
 
 
 def come_along(files: dict[Path, ast.Module], room: str) -> set[str]:
-    """Return the files that an import of a room, and of all files in it, imports with it."""
+    """Return the files that an import of a room, and of all files in it, brings along."""
     below = _imports(files, at_import)
     for name, found in below.items():  # the packages around a file are imported before it
         for each in (name, *found):
@@ -132,7 +129,7 @@ def come_along(files: dict[Path, ast.Module], room: str) -> set[str]:
 
 
 def lines_of(names: set[str]) -> int:
-    """Return how many lines these files have."""
+    """Return the total number of lines of these files."""
     paths = (PACKAGE / Path(*name.split(".")) for name in names)
     files = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py") for path in paths)
     return sum(len(file.read_text().splitlines()) for file in files)
@@ -177,9 +174,9 @@ def _module(parts: list[str], names: dict[str, Path]) -> str:
 
 
 def crowded_names(files: dict[Path, ast.Module]) -> list[str]:
-    """Return the base names that stand in more than two folders; a traceback shows no more.
+    """Return the base names used in more than two folders; a traceback shows no more.
 
-    Python itself gives two names, which are no choice of ours.
+    Python itself requires two names, which are not our choice.
     """
     count = Counter(path.name for path in files)
     given = ("__init__.py", "__main__.py")
@@ -193,13 +190,13 @@ def is_long(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 
 
 def words_of_docs() -> int:
-    """Return how many words the README and the pages of docs have."""
+    """Return the number of words in the README and the pages of docs."""
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     return sum(len(page.read_text().split()) for page in pages)
 
 
 def measure() -> dict[str, float]:
-    """The figures, each a count unless its name says otherwise."""
+    """Return the figures, each a count unless its name says otherwise."""
     files = trees()
     arrows = arrows_between(files, "")
     floor = floors(arrows)

@@ -1,9 +1,9 @@
-"""Measures on a CUDA card what the simulated one cannot say: survival, streaming, launch files.
+"""Measure on a CUDA card what the simulated one cannot show: survival, streaming, launch files.
 
     python -m benchmarks.on_card [survival] [streaming] [launch]
 
-Each part runs in a process of its own, one after the other, so that one failure leaves the rest; a
-part that fails is named with its last lines, and what it had measured is kept. Figures are called
+Each part runs in its own process, one after the other, so that a failure does not affect the rest;
+a failed part is reported with its last lines, and its earlier figures are kept. Figures are called
 `row: field`, and each part's are printed as a table.
 """
 
@@ -34,14 +34,14 @@ _ENVIRONMENT = {
 
 
 def tell(part: str) -> None:
-    """Print each figure of a part as soon as it is known, for the process that started this one."""
+    """Print each figure of a part as soon as it is known, for the parent process."""
     figures: Callable[[], Iterator[tuple[str, float]]] = import_module(PARTS[part]).figures
     for name, value in figures():
         print(_MARK + json.dumps([name, value]), flush=True)
 
 
 def run(part: str) -> tuple[dict[str, float], bool]:
-    """Run a part; return its figures and whether it ran to its end. What else it says is shown."""
+    """Run a part; return its figures and whether it completed. Its other output is shown."""
     figures: dict[str, float] = {}
     code = f"from benchmarks.on_card import tell; tell({part!r})"
     process = subprocess.Popen(
@@ -109,7 +109,7 @@ def measure(parts: tuple[str, ...] = tuple(PARTS)) -> dict[str, float]:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     results: dict[str, float] = {}
     if "launch" in parts and parts[0] != "launch":
-        # It takes other cores than the first part.
+        # It uses other cores than the first part.
         import_module(PARTS["launch"]).compile_adam()
     for part in parts:
         started = perf_counter()
@@ -123,7 +123,7 @@ def measure(parts: tuple[str, ...] = tuple(PARTS)) -> dict[str, float]:
 
 
 def main(words: list[str]) -> int:
-    """Measure the parts that are named, or all; 0 if they ran to their end."""
+    """Measure the named parts, or all; return 0 if they completed."""
     if unknown := set(words) - set(PARTS):
         print(f"no part is named {', '.join(sorted(unknown))}: there are {', '.join(PARTS)}")
         return 2

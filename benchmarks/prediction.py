@@ -1,10 +1,10 @@
-"""Compares predictions with published figures, and with what other estimators say about them.
+"""Compare predictions with published figures, and with the answers of other estimators.
 
 The rows are those of `tests/planner/published.toml`.
 
-Each row is run on the dry card, with the versions of torch, transformers and peft that it was
-measured with. They and the other estimators are installed beside this environment, into a cache.
-Prints what `benchmarks/results` keeps row by row and docs/internals/plans.md sums up:
+Each row is run on the dry card, with the versions of torch, transformers and peft of its
+measurement. They and the other estimators are installed beside this environment, into a cache.
+Prints the rows kept in `benchmarks/results` and summed up in docs/internals/plans.md:
 
     python -m benchmarks.prediction [WORD] ...
 """
@@ -32,18 +32,18 @@ COUNTERS = {"allocated": "allocated", "reserved": "reserved", "step_end": "at st
 
 FITTED_ROW = "PEFT method comparison: lora-rank32"
 LONGEST_BATCH = 657
-"""Tokens in the longest batch of PEFT's comparison, which nobody has written down. Fitted on the
-reserved memory of `FITTED_ROW`, which therefore proves nothing about reserved memory; the other
-rows saw the same batches."""
+"""Tokens in the longest batch of PEFT's comparison, which is not documented. Fitted on the reserved
+memory of `FITTED_ROW`, which therefore proves nothing about reserved memory; the other rows saw the
+same batches."""
 
 RELEASED = {"0.19.2.dev0": "0.20.0", "0.20.1.dev0": "0.21.0"}
-"""The first release after a development version that nobody can install."""
+"""The first release after a development version that cannot be installed."""
 
 BITSANDBYTES = "0.50.2"
 """The version that fitcheck used, as its `data/measurements/manifest.json` says."""
 
 BESIDE = {"4.57.6": ("--no-deps", "datasets==4.2.0")}
-"""What an old transformers imports and cannot in a new environment."""
+"""Packages that an old transformers imports, and that fail in a new environment."""
 
 
 _one_installs = Lock()
@@ -54,7 +54,7 @@ class NotInstalledError(Exception):
 
 
 def installed(*steps: Sequence[str]) -> str:
-    """Return a folder with what these calls of pip install; they run once.
+    """Return a folder with the packages of these pip calls; they run once.
 
     Raises:
         NotInstalledError: one of them fails.
@@ -76,7 +76,7 @@ def installed(*steps: Sequence[str]) -> str:
 
 
 def last_line(text: str) -> str:
-    """Return the last line that a program wrote."""
+    """Return the last line of a program's output."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else "it said nothing"
 
@@ -129,7 +129,7 @@ class Predicted:
 
 
 def equip_dry_cards() -> None:
-    """Fetch torch's build for CUDA, and bitsandbytes for what runs on dry cards."""
+    """Fetch torch's CUDA build, and bitsandbytes for runs on dry cards."""
     fetch(lambda line: print(line, file=sys.stderr))
     ours = installed(["--no-deps", f"bitsandbytes=={BITSANDBYTES}"])
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [ours, os.getenv("PYTHONPATH")]))
@@ -143,7 +143,7 @@ def asked_for(row: Row) -> list[str]:
 
 
 def folders_of(row: Row) -> list[str]:
-    """Install what a row was measured with, as far as its replay needs it; it runs once.
+    """Install the versions of a row's measurement, as far as its replay needs them; runs once.
 
     Raises:
         NotInstalledError: pip refuses it.
@@ -191,7 +191,7 @@ def replays(rows: Sequence[Row]) -> Predicted:
 
 
 def note(found: Predicted, answer: Mapping[str, int | str]) -> None:
-    """Keep the counters that one replay was for, or why there are none."""
+    """Keep the counters from one replay, or the reason why there are none."""
     key, _, length = str(answer["key"]).partition("@")
     if "failed" in answer:
         found.refused[key] = str(answer["failed"])
@@ -204,7 +204,7 @@ def note(found: Predicted, answer: Mapping[str, int | str]) -> None:
 
 @dataclass
 class Peer:
-    """Holds what one estimator answered, by the key of a row, or why it did not."""
+    """Holds one estimator's answers, by the key of a row, or the reason why there are none."""
 
     answers: dict[str, int] = field(default_factory=dict)
     refused: str = ""
@@ -234,7 +234,7 @@ def error(predicted: int, measured: int) -> float:
 
 
 def columns(head: Sequence[str], lines: Iterable[Sequence[str]]) -> None:
-    """Print a table as a block of text, as benchmarks/results has it."""
+    """Print a table as a block of text, as in docs/internals/plans.md and benchmarks/results."""
     rows = [head, *lines]
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
     print("\n```text")
@@ -264,14 +264,14 @@ def summary(errors: Sequence[float]) -> list[str]:
 
 
 def no_evidence(row: Row, counter: str) -> str:
-    """Say what this figure decided, so that it is no evidence for it; empty if nothing."""
+    """Say which fit used this figure, so that it is no evidence for it; empty if none did."""
     if counter != "reserved":
         return ""
     return "fitted" if row.key == FITTED_ROW else ""
 
 
 def print_rows(rows: Sequence[Row], ways: Mapping[str, Predicted]) -> None:
-    """Print one table a source: measured, and what each way says, with its error in percent."""
+    """Print one table per source: measured, and each way's prediction with its error in percent."""
     for source in dict.fromkeys(row.source for row in rows):
         of = [
             row
@@ -326,7 +326,7 @@ def line_of(row: Row, counters: Sequence[str], ways: Mapping[str, Predicted]) ->
 
 
 def errors_of(rows: Iterable[Row], counter: str, way: Predicted) -> list[float]:
-    """Return the errors of one way for a counter, of the rows that it can say."""
+    """Return the errors of one way for a counter, for the rows that it can predict."""
     return [
         error(way.sizes[row.key][counter], row.measured[counter])
         for row in rows

@@ -1,12 +1,12 @@
-"""Runs published rows on the dry card, and prints a JSON line for each.
+"""Run published rows on the dry card, and print a JSON line for each.
 
     python -m trainer_plugins.drycuda --gpu t4 -m benchmarks.prediction_dry KEY ...
 
-The loops are written after those of the authors. The rest is what they ran: transformers loads
-the model (from weights that are not there), bitsandbytes quantises it, torch's allocator counts.
-Each row has a process of its own, as theirs had. A quantised one is run three times: transformers
-5.0 loads it by four threads, and who is first decides where blocks lie. Its figures are those of
-the run with the median of reserved bytes. A row that fails has a line that says why.
+The loops follow those of the authors. The rest is the code that they ran: transformers loads the
+model (from weights without bytes), bitsandbytes quantises it, torch's allocator counts. Each row
+has its own process, as theirs had. A quantised one runs three times: transformers 5.0 loads it in
+four threads, and their order decides where blocks lie. Its figures are those of the run with the
+median of reserved bytes. A row that fails has a line with the reason.
 """
 
 import contextlib
@@ -30,22 +30,22 @@ ROW_SECONDS = 120
 """A row that computes for longer ends the process."""
 
 AFTERWARDS = "save"
-"""The moment when what the run held dies."""
+"""The moment when the run's objects die."""
 
 QUANTISED_RUNS = 3
 LOADERS = 4
-"""The threads that transformers 5.0 loads by where there are four processors, as on Kaggle."""
+"""The loading threads of transformers 5.0 on four processors, as on Kaggle."""
 
 
 class Counters:
-    """Stands where a plan's tracker does, and reads what is allocated when the loop has ended."""
+    """Replaces a plan's tracker, and reads the allocated bytes when the loop has ended."""
 
     step_end = 0
     _moment = "load"
 
     @property
     def moment(self) -> str:
-        """Return what the loop is at."""
+        """Return the current moment of the loop."""
         return self._moment
 
     @moment.setter
@@ -151,7 +151,7 @@ def train(row: Row, counters: "Counters", seq_length: int) -> None:
         )
         if settings.get("padded"):
             batch["attention_mask"] = torch.ones_like(batch["input_ids"])
-            batch["attention_mask"][0, -1] = 0  # a mask of ones alone is left out
+            batch["attention_mask"][0, -1] = 0  # a mask of only ones is left out
         with autocast if "autocast" in settings else contextlib.nullcontext():
             output = model(**batch, use_cache=loop.get("use_cache", False))
         output.loss.backward()
@@ -181,7 +181,7 @@ def answer(row: Row, seq_length: int) -> dict[str, int]:
 
 
 def runs_of(row: Row, seq_length: int) -> Iterator[dict[str, Any]]:
-    """Yield the counters of each run of a row, or why it has failed."""
+    """Yield the counters of each run of a row, or the reason of its failure."""
     for _ in range(QUANTISED_RUNS if "quantization" in row.settings else 1):
         read, write = os.pipe()
         child = os.fork()  # before bitsandbytes is imported, which touches the card
@@ -204,7 +204,7 @@ def runs_of(row: Row, seq_length: int) -> Iterator[dict[str, Any]]:
 
 
 def main(keys: list[str]) -> None:
-    """Run the rows of these keys; one may end in `@LENGTH` for a sequence length of its own."""
+    """Run the rows of these keys; one may end in `@LENGTH` for its own sequence length."""
     rows = {row.key: row for row in published()}
     if not any("quantization" in rows[asked.partition("@")[0]].settings for asked in keys):
         import peft  # noqa: F401

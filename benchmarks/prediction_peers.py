@@ -1,10 +1,10 @@
-"""Asks other estimators about the published rows: `python -m benchmarks.prediction_peers NAME`.
+"""Ask other estimators about the published rows: `python -m benchmarks.prediction_peers NAME`.
 
 It prints JSON.
 
-Each is called as its own documentation calls it, with the row's architecture from a file and not
-from the Hub. Rows that it cannot be asked about are left out. What a number claims to be differs:
-the tensors, or all of a process.
+Each is called as in its own documentation, with the row's architecture from a file and not from the
+Hub. Rows that it cannot be asked about are left out. Their numbers differ in meaning: the tensors,
+or all of a process.
 """
 
 import json
@@ -53,7 +53,7 @@ def empty(row: Row) -> Any:
 
 
 def vramcalc(row: Row) -> int:
-    """Estimate the tensors: one formula a term, LoRA on the four projections of attention."""
+    """Estimate the tensors: one formula per term, LoRA on the four projections of attention."""
     from vramcalc import estimate
 
     peft = adapter(row)
@@ -111,7 +111,7 @@ def fitcheck(row: Row) -> int:
 
 
 def kitsune(row: Row) -> int:
-    """Estimate the process: what its meta hooks find, plus 15 %."""
+    """Estimate the process: the findings of its meta hooks, plus 15 %."""
     from kitsune.predict.estimator import predict_memory
     from kitsune.predict.lora_estimator import LoRAConfig, estimate_lora_memory
 
@@ -173,7 +173,7 @@ def memguard(row: Row) -> int:
 
 
 def hf_vram_calc(row: Row) -> int:
-    """Estimate the process: weights times a factor; neither batch nor length is asked."""
+    """Estimate the process: weights times a factor; it takes neither batch nor length."""
     from hf_vram_calc.calculator import VRAMCalculator
     from hf_vram_calc.config import ConfigManager
 
@@ -238,7 +238,7 @@ def answer(name: str, row: Row) -> int | None:
 
 
 def main(name: str, keys: Iterable[str]) -> None:
-    """Print what this estimator answers, by the key of a row."""
+    """Print this estimator's answers, by the key of a row."""
     wanted = set(keys)
     found = {row.key: answer(name, row) for row in published() if row.key in wanted}
     print(json.dumps({key: size for key, size in found.items() if size is not None}))

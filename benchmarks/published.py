@@ -1,4 +1,4 @@
-"""Reads and checks the measurements of `tests/planner/published.toml`; sizes in bytes."""
+"""Read and check the measurements of `tests/planner/published.toml`; sizes in bytes."""
 
 import json
 import sys
@@ -16,7 +16,7 @@ FOLDER = Path(__file__).parents[1] / "tests" / "planner"
 UNITS = {"B": 1, "MB": 10**6, "GB": 10**9, "MiB": 2**20, "GiB": 2**30}
 COUNTERS = ("allocated", "reserved", "step_end", "sampled", "nvidia_smi", "host")
 CARDS = {"NVIDIA RTX A6000": "rtxa6000", "Tesla T4": "t4", "NVIDIA L40S": "l40s"}
-"""The cards of the sources that are replayed, as the planner names them."""
+"""The cards of the replayed sources, as the planner names them."""
 SAID = ("name", "where", "unit", "measured", "missing", "note")
 OF_A_SOURCE = {
     *SAID,
@@ -40,12 +40,12 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Row:
-    """Describes one run whose memory somebody measured and published."""
+    """Describes one run whose memory was measured and published."""
 
     source: str
     name: str
     settings: Mapping[str, Any]
-    """What was trained and how, as the head of the file explains."""
+    """The training and its settings, as the head of the file explains."""
 
     measured: Mapping[str, int]
     """Bytes by counter, as far as the source gives them.
@@ -54,14 +54,14 @@ class Row:
     """
 
     missing: tuple[str, ...]
-    """What a replay needs, but the source does not say, or only its authors have."""
+    """Requirements of a replay that the source does not state, or that only its authors have."""
 
     gpu: str
     versions: Mapping[str, str]
-    """The versions of torch, transformers and peft that it ran with, as far as they are known."""
+    """The versions of torch, transformers and peft that it ran with, as far as known."""
 
     loop: Mapping[str, Any]
-    """What the training loop keeps alive; empty if unknown."""
+    """The objects that the training loop keeps alive; empty if unknown."""
 
     @property
     def complete(self) -> bool:
@@ -70,12 +70,12 @@ class Row:
 
     @property
     def key(self) -> str:
-        """A name that is unique among all rows."""
+        """Return a name that is unique among all rows."""
         return f"{self.source}: {self.name}"
 
     @property
     def architecture(self) -> dict[str, Any]:
-        """The model's configuration as a `config.json` has it.
+        """Return the model's configuration as in a `config.json`.
 
         Raises:
             ValueError: only a model's name is known of this row.

@@ -1,6 +1,6 @@
-"""Measures one reading, on this machine's card or a simulated one, and the flat way beside it.
+"""Measure one reading, on this machine's card or a simulated one, next to the naive way.
 
-It also measures its line in the timeline: in a short file, and in one so long that it is thinned.
+Also measure its line in the timeline: in a short file, and in one so long that it is thinned.
 """
 
 from dataclasses import replace
@@ -42,7 +42,7 @@ def entry_microseconds(reading: MemoryReading, num: int) -> float:
 
 
 def measure() -> dict[str, float]:
-    """Return microseconds a call, measured side by side in one process."""
+    """Return microseconds per call, measured side by side in one process."""
     place = card_here()
     torch.ones(1, device=place)
     card, host = open_device(place), open_device("cpu")

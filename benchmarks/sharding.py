@@ -1,4 +1,4 @@
-"""Plans Llama-3-8B on eight cards with each shipped launch file, beside DeepSpeed's estimators.
+"""Plan Llama-3-8B on eight cards with each shipped launch file, next to DeepSpeed's estimators.
 
 Neither has been compared with a GPU. DeepSpeed's functions (runtime/zero/stage3.py and
 stage_1_and_2.py, `estimate_zero*_model_states_mem_needs`) count the states of a model, which are a
@@ -50,7 +50,7 @@ FILES: dict[str, Any] = {
 
 
 def zero3(total: int, **offload: bool) -> tuple[int, int]:
-    """Return what DeepSpeed says about stage 3: bytes on the host, and on a card."""
+    """Return DeepSpeed's estimate for stage 3: bytes on the host, and on a card."""
     on_host, on_card, _ = estimate_zero3_model_states_mem_needs(
         total, LARGEST_LAYER, NUM_GPUS, **offload
     )

@@ -1,7 +1,7 @@
-"""Keeps what a card's allocator did, out of a memory snapshot of torch; sizes in bytes.
+"""Extract the allocator's actions from a memory snapshot of torch; sizes in bytes.
 
-What it keeps of a file are actions, addresses, sizes and streams: no frame, no name. This keeps a
-trace, and names where it comes from:
+It keeps actions, addresses, sizes and streams: no frame, no name. This keeps a trace, and names its
+source:
 
     python -m benchmarks.snapshots SNAPSHOT OWNER/REPOSITORY@COMMIT:PATH KEPT.json.gz
 """
@@ -31,11 +31,11 @@ _LETTERS: Mapping[Action, str] = {
 
 
 def read(path: Path) -> list[Trace]:
-    """Read a snapshot, or what `write` has kept of one: a trace for each card with events.
+    """Read a snapshot, or a file that `write` kept: a trace for each card with events.
 
     Raises:
         NotReadableError: it is not a snapshot, or holds no events.
-        NotModelledError: it holds what the allocator's model does not have.
+        NotModelledError: the allocator's model cannot repeat it.
     """
     if path.name.endswith(".json.gz"):
         return [_kept(path)]
@@ -47,14 +47,14 @@ def read(path: Path) -> list[Trace]:
 
 
 def write(trace: Trace, path: Path) -> None:
-    """Keep a trace as a small file."""
+    """Write a trace to a small file."""
     events = trace.events
     kept = {
         "source": trace.source,
         "expandable": trace.expandable,
         "segments": [[*segment[:3], segment.pieces] for segment in trace.segments],
         "actions": "".join(_LETTERS[event.action] for event in events),
-        # A difference to the event before takes fewer digits than an address.
+        # The difference from the previous event takes fewer digits than an address.
         "addresses": [
             (after.address - before.address) // _STEP for before, after in _pairs(events)
         ],

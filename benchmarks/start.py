@@ -1,4 +1,4 @@
-"""Measures what the package adds to the start of Python, installed and under `exec`."""
+"""Measure the package's share of Python's start-up time, installed and under `exec`."""
 
 import os
 import subprocess
@@ -33,7 +33,7 @@ def milliseconds(arguments: list[str], environ: Mapping[str, str]) -> float:
 
 
 def measure() -> dict[str, float]:
-    """Return milliseconds a start, and what each adds to a bare Python's; medians of 20 rounds."""
+    """Return milliseconds per start, and the additions to a bare Python's; medians of 20 rounds."""
     took: dict[str, list[float]] = {name: [] for name in STARTS}
     for _ in range(ROUNDS):
         for name, (arguments, environ) in STARTS.items():

@@ -1,10 +1,10 @@
-"""Trains as fms-acceleration's benchmark does without its own kernels, by transformers' Trainer.
+"""Train as fms-acceleration's benchmark does without its own kernels, with transformers' Trainer.
 
     python -m trainer_plugins.drycuda --gpu a100-80gb -m benchmarks.stock_trainer lora 4
 
 With the versions of the source before this environment's (transformers 4.48.1, PEFT 0.13.2,
-accelerate 1.0.1; installed by `pip install --no-deps --target`), it prints what
-benchmarks/results/fms_acceleration.txt compares. SDPA stands for flash-attn's package.
+accelerate 1.0.1; installed by `pip install --no-deps --target`), it prints the figures compared in
+benchmarks/results/fms_acceleration.txt. SDPA replaces flash-attn's package.
 """
 
 import json
@@ -22,7 +22,7 @@ LENGTH = 4096
 
 
 def load(kind: str) -> Any:
-    """Make Mistral-7B in bf16 on the card; with adapters if `kind` is lora."""
+    """Build Mistral-7B in bf16 on the card; with adapters if `kind` is lora."""
     written = json.loads((FOLDER / "configs" / "mistral-7b-v0.1.json").read_text())
     config = transformers.AutoConfig.for_model(**written)
     with torch.device("cuda"):

@@ -1,7 +1,7 @@
-"""Measures a streamed base on the simulated card: is it the same run, on how much less, how long.
+"""Measure a streamed base on the simulated card: the same run, its saving, and its time.
 
-Times are ratios of processor time, taken in turns in one process. There is no bus here, and the
-card is the processor: they show what the hooks and the copies cost, not what a GPU will say.
+Times are ratios of processor time, alternating in one process. There is no bus here, and the card
+is the processor: they show the cost of hooks and copies, not that on a GPU.
 """
 
 import gc
@@ -94,7 +94,7 @@ CHECKPOINTING = ("none", "reentrant", "not reentrant")
 
 
 def model_of(name: str, dropout: float, **changed: Any) -> nn.Module:
-    """Build one with LoRA on all its linear layers: the same weights every time."""
+    """Build a model with LoRA on all its linear layers: the same weights every time."""
     class_name, sizes = ARCHITECTURES[name]
     model_class: Any = getattr(transformers, class_name)
     config = model_class.config_class(**{**sizes, **changed})
@@ -102,16 +102,16 @@ def model_of(name: str, dropout: float, **changed: Any) -> nn.Module:
     if name == "T5":
         config.decoder_start_token_id = 0
     if "Mixtral" in name:
-        # How many tokens an eager expert gets is in the data: a plan takes the worst, all of them.
+        # The data decide how many tokens an eager expert gets: a plan takes the worst, all of them.
         config._experts_implementation = "eager" if name == "Mixtral, eager" else "batched_mm"
     torch.manual_seed(0)
     base = model_class._from_config(config, attn_implementation="sdpa")
     for part in base.modules():
         if isinstance(part, nn.modules.dropout._DropoutNd):
             part.p = dropout
-    if name == "Whisper":  # sound goes through no embeddings, whose output PEFT has learn
+    if name == "Whisper":  # audio skips the embeddings, on whose output PEFT sets requires_grad
         base.model.encoder.conv1.register_forward_hook(lambda *seen: seen[-1].requires_grad_())
-    # The experts of Mixtral are no linear layers, and PEFT's adapters of them know no dropout.
+    # Mixtral's experts are not linear layers, and PEFT's adapters for them have no dropout.
     targets = ["q_proj", "k_proj", "v_proj", "o_proj"] if "Mixtral" in name else "all-linear"
     lora = LoraConfig(r=4, target_modules=targets, lora_dropout=dropout)
     model: Any = get_peft_model(base, lora)
@@ -122,7 +122,7 @@ def model_of(name: str, dropout: float, **changed: Any) -> nn.Module:
 
 
 def rows_for(name: str, num: int = 32) -> list[dict[str, torch.Tensor]]:
-    """Rows of unequal length, padded, with a real mask, a picture or a sound where one belongs."""
+    """Make padded rows of unequal length, with a real mask, and a picture or sound if needed."""
     dice = torch.Generator().manual_seed(2)
     rows = []
     for number in range(num):
@@ -143,7 +143,7 @@ def rows_for(name: str, num: int = 32) -> list[dict[str, torch.Tensor]]:
 
 
 class Trained(NamedTuple):
-    """Holds what one run learned and what it took."""
+    """Holds the learned weights and the cost of one run."""
 
     learned: list[torch.Tensor]
     peak_bytes: int
@@ -202,7 +202,7 @@ def settings(folder: str, **more: Any) -> TrainingArguments:
 
 
 def checkpointing_of(kind: str) -> dict[str, Any]:
-    """Return what TrainingArguments say of a kind of checkpointing."""
+    """Return the TrainingArguments for a kind of checkpointing."""
     if kind == "none":
         return {}
     return {
@@ -245,7 +245,7 @@ def same_run(name: str, folder: str) -> str:
 
 
 class StepClock(TrainerCallback):
-    """Takes the processor time of each step."""
+    """Records the processor time of each step."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -285,7 +285,7 @@ def step_of(streams: bool, checkpointing: str, folder: str, **more: Any) -> tupl
 
 
 def steps(folder: str) -> Iterator[str]:
-    """Yield how long a step takes in each way, in turns, over that of the resident one."""
+    """Yield the time of a step in each way, in turns, relative to the resident one."""
     rounds = [{way: step_of(*how, folder) for way, how in WAYS.items()} for _ in range(ROUNDS)]
     for way in WAYS:
         ratio = median(each[way][0] / each["resident"][0] for each in rounds)
@@ -295,7 +295,7 @@ def steps(folder: str) -> Iterator[str]:
 
 
 def deepspeed_step(folder: str) -> float:
-    """Return the time of a step of ZeRO-3 over that of a plain one, both on the CPU, in turns."""
+    """Return the time of a ZeRO-3 step relative to a plain one, both on the CPU, in turns."""
     plain = {k: v for k, v in os.environ.items() if k != "ACCELERATE_TORCH_DEVICE"}
     environment = {
         **plain,
@@ -335,7 +335,7 @@ def _set_dropout(config: PreTrainedConfig, dropout: float) -> None:
 
 def main() -> None:
     """Print three tables: the architectures, the time of a step, and the injected errors."""
-    from benchmarks import streaming_ooms  # it imports pytest, of which DeepSpeed's run has no need
+    from benchmarks import streaming_ooms  # it imports pytest, which DeepSpeed's run does not need
 
     card_here()
     with TemporaryDirectory() as folder:

@@ -1,7 +1,7 @@
-"""Trains the model of `benchmarks/streaming.py` on the CPU: plainly, or with DeepSpeed ZeRO-3.
+"""Train the model of `benchmarks/streaming.py` on the CPU: plainly, or with DeepSpeed ZeRO-3.
 
-Use: python -m benchmarks.streaming_deepspeed {plain,zero3} FOLDER. It writes the seconds of a step
-to FOLDER/{plain,zero3}.json, after it was seen that ZeRO-3 and its offload are in force.
+Usage: python -m benchmarks.streaming_deepspeed {plain,zero3} FOLDER. It writes the seconds of a
+step to FOLDER/{plain,zero3}.json, once it has verified that ZeRO-3 and its offload are in force.
 """
 
 import json
@@ -29,11 +29,11 @@ ZERO3 = {
     },
     "zero_force_ds_cpu_optimizer": False,
 }
-"""About as many weights are gathered at once as two layers have; small ones are partitioned too."""
+"""Gathers about two layers' weights at once; small ones are partitioned too."""
 
 
 def main(way: str, folder: str) -> None:
-    """Train, and write down how long a step took."""
+    """Train, and record the step time."""
     more: dict[str, Any] = {"deepspeed": ZERO3} if way == "zero3" else {}
     args = settings(folder, use_cpu=True, **more)
     clock = StepClock()
@@ -48,7 +48,7 @@ def main(way: str, folder: str) -> None:
 
 
 def _prove(trainer: Trainer) -> None:
-    """See that the weights of the base are partitioned, offloaded, and away between two steps."""
+    """Verify that the base's weights are partitioned, offloaded, and away between two steps."""
     engine: Any = trainer.model_wrapped
     assert type(engine).__name__ == "DeepSpeedEngine", type(engine)
     assert engine.zero_optimization_stage() == 3

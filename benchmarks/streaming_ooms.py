@@ -1,7 +1,7 @@
-"""Injects an out-of-memory error at each allocation of a step with a streamed base, and each fetch.
+"""Inject an out-of-memory error at each allocation of a step with a streamed base, and each fetch.
 
-`survive_oom` has the step computed again; its gradients are held against those of a step without
-an error, bit for bit.
+`survive_oom` computes the step again; its gradients are compared with those of a step without an
+error, bit for bit.
 """
 
 import gc
@@ -20,7 +20,7 @@ def lines(folder: str) -> Iterator[str]:
         said = "with" if checkpoints else "without"
         whole = one_step(Path(folder), checkpoints)
         gc.collect()
-        gc.freeze()  # a recovery collects garbage: not what the libraries hold, hundreds of times
+        gc.freeze()  # a recovery collects garbage: exclude the libraries' objects
         allocations = range(1, whole.num_allocations[0] + 1)
 
         def at_allocation(position: int, checkpoints: bool = checkpoints) -> Run | None:

@@ -1,8 +1,8 @@
-"""Count the CPU seconds of the tests by folder, file and test, with all processes that they start.
+"""Count the CPU seconds of the tests by folder, file and test, with all their processes.
 
     scripts/test -p benchmarks.suite
 
-prints them after the tests. The files are what `tests/seconds.txt` holds.
+prints them after the tests. `tests/seconds.txt` holds the files' seconds.
 """
 
 import resource
@@ -20,7 +20,7 @@ _told = 0.0
 
 
 def cpu_seconds() -> float:
-    """Return those of this process and all below it, also of processes that have ended."""
+    """Return the CPU seconds of this process and all below it, including ended ones."""
     own, ended = (
         resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
     )
@@ -29,7 +29,7 @@ def cpu_seconds() -> float:
         try:
             times = each.cpu_times()
         except psutil.Error:
-            continue  # it has ended since
+            continue  # it has ended meanwhile
         seconds += times.user + times.system + times.children_user + times.children_system
     return seconds
 
@@ -45,7 +45,7 @@ def pytest_runtest_makereport() -> Iterator[None]:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Add up what the reports say."""
+    """Add up the seconds in the reports."""
     seconds = getattr(report, "cpu_seconds", 0.0)
     _FILES[report.nodeid.partition("::")[0]] += seconds
     _TESTS[report.nodeid] += seconds

@@ -1,4 +1,4 @@
-"""Measures what `survive_oom` costs if everything fits, and if a batch is 8 times too large.
+"""Measure the cost of `survive_oom` if everything fits, and if a batch is 8 times too large.
 
 Also on two ranks (`survival_ranks.py`).
 """
@@ -29,7 +29,7 @@ CARD_MIB = 90
 
 
 class ManyParameters(nn.Module):
-    """A classifier that computes next to nothing, so that everything around it shows."""
+    """A classifier that computes almost nothing, so that the overhead shows."""
 
     loss_type = "ForSequenceClassification"
 
@@ -56,7 +56,7 @@ def settings(folder: str, **more: Any) -> TrainingArguments:
 def microseconds_a_micro_batch(
     num_parameters: int, folder: str, clock: Callable[[], float] = process_time
 ) -> float:
-    """Measure by how much it lengthens `training_step`, with and without it in turns."""
+    """Measure how much it lengthens `training_step`, with and without it in turns."""
     took: dict[bool, list[float]] = {False: [], True: []}
     data = [{"labels": 1}] * 8
     trainer = Trainer(
@@ -89,11 +89,11 @@ class Cost(NamedTuple):
 
     steps: int
     rows: int
-    """Rows that went through the model, with those of failed attempts, rehearsals and restarts."""
+    """Rows that went through the model, including failed attempts, rehearsals and restarts."""
 
 
 class Clock(TrainerCallback):
-    """Notes the processor's time at the end of each step."""
+    """Records the processor time at the end of each step."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -127,8 +127,8 @@ def cost(num_rows: int, folder: str, *, is_restarted: bool = False) -> Cost:
     clock = Clock()
     trainer = Trainer(model, args, train_dataset=data, callbacks=[clock])
     if num_rows > FITS and not is_restarted:
-        # No rehearsal: the room that its limit leaves, two segments of the allocator, is a large
-        # part of this small card.
+        # No rehearsal: the headroom of its limit, two segments of the allocator, is a large part of
+        # this small card.
         survive_oom(trainer, plan_first=False)
     started = process_time()
     trainer.train()
@@ -138,7 +138,7 @@ def cost(num_rows: int, folder: str, *, is_restarted: bool = False) -> Cost:
 
 
 def too_large(folder: str) -> dict[str, float]:
-    """Return what a batch 8 times too large costs, beside a tuned one and a restart."""
+    """Return the cost of a batch 8 times too large, compared with a tuned one and a restart."""
     results: dict[str, float] = {}
     pairs = [(cost(ROWS, folder), cost(FITS, folder)) for _ in range(ROUNDS)]
     results["time of a step over that of the tuned"] = median(

@@ -1,8 +1,8 @@
-"""Measures on two CPU ranks how long a batch that is 8 times too large takes beside a tuned one.
+"""Measure on two CPU ranks the time of a batch 8 times too large, compared with a tuned one.
 
 It starts its ranks itself. On each, a model takes 8 rows at once and no more. The time is processor
-time of both, beside a run with the micro-batch set by hand; under FSDP that reduces gradients for
-each micro-batch too, as else it keeps whole gradients on each card.
+time of both, compared with a run with the micro-batch set by hand; under FSDP that one also reduces
+gradients for each micro-batch, since otherwise it keeps whole gradients on each card.
 """
 
 import json
@@ -33,7 +33,7 @@ _initialise = PartialState.__init__
 
 
 def _as_multi_gpu(self: Any, *args: Any, **kwargs: Any) -> None:
-    """Let accelerate take its FSDP branch, which is for accelerators only."""
+    """Make accelerate take its FSDP branch, which is for accelerators only."""
     _initialise(self, *args, **kwargs)
     if self.distributed_type == DistributedType.MULTI_CPU:
         self._shared_state["distributed_type"] = DistributedType.MULTI_GPU
@@ -46,7 +46,7 @@ def _refuse(layer: nn.Module, args: tuple[Any, ...]) -> None:
 
 
 def model_and_rows() -> tuple[LlamaForCausalLM, torch.Tensor]:
-    """Return what is trained: 1 M parameters and rows of 128 tokens."""
+    """Return the model and its rows: 1 M parameters and rows of 128 tokens."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=128, hidden_size=128, intermediate_size=512, num_hidden_layers=4
@@ -57,7 +57,7 @@ def model_and_rows() -> tuple[LlamaForCausalLM, torch.Tensor]:
 
 
 def seconds(kind: str, num_rows: int, num_steps: int, folder: str) -> float:
-    """Train on both ranks; return their processor time together, and see that it was divided."""
+    """Train on both ranks; return their total processor time, and verify the split."""
     AcceleratorState._reset_state(reset_partial_state=True)
     PartialState.__init__ = _initialise if kind == "DDP" else _as_multi_gpu
     reducing = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
@@ -92,7 +92,7 @@ def seconds(kind: str, num_rows: int, num_steps: int, folder: str) -> float:
 
 
 def measure() -> dict[str, float]:
-    """Return by kind how long the survived run takes, over the tuned one."""
+    """Return by kind the time of the survived run, over the tuned one."""
     with TemporaryDirectory() as folder:
         launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
         script = ["-m", "benchmarks.survival_ranks", folder]
@@ -120,7 +120,7 @@ def _rank(folder: str) -> None:
         print(json.dumps(figures))
     dist.barrier()
     sys.stdout.flush()
-    os._exit(0)  # gloo now and then aborts a process at its end
+    os._exit(0)  # gloo occasionally aborts a process at its end
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
-"""Replays what real cards' allocators did, and compares address by address.
+"""Replay the actions of real cards' allocators, and compare address by address.
 
-Without a file it takes the traces that `tests/allocator/traces` keeps;
-`benchmarks/results/traces.txt` says where they come from, and `docs/allocator_traces.md` what they
-show. A file is a snapshot of torch (`torch.cuda.memory._dump_snapshot`). Prints Markdown, and ends
-with 1 if anything differs:
+Without a file it takes the traces in `tests/allocator/traces`; `benchmarks/results/traces.txt`
+lists their sources, and `docs/allocator_traces.md` their results. A file is a snapshot of torch
+(`torch.cuda.memory._dump_snapshot`). Prints Markdown, and exits with 1 if anything differs:
 
     python -m benchmarks.traces [FILE] ...
 """

@@ -14,7 +14,7 @@ import trainer_plugins
 
 def main(output_dir: str = "runs/causal_lm") -> None:
     """Train for 20 steps, evaluate twice, and leave a memory timeline."""
-    trainer_plugins.attach("memory_safe")  # every Trainer that is built from here on
+    trainer_plugins.attach("memory_safe")  # every Trainer built from here on
     config = LlamaConfig(
         vocab_size=512,
         hidden_size=64,

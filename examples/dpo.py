@@ -14,7 +14,7 @@ from trainer_plugins import protect
 
 
 def main(output_dir: str = "runs/dpo") -> None:
-    """Prefer one answer to another for 5 steps; nothing is downloaded."""
+    """Train on preferences for 5 steps; nothing is downloaded."""
     tokenizer = ByT5Tokenizer(extra_ids=0)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -46,7 +46,7 @@ def main(output_dir: str = "runs/dpo") -> None:
         processing_class=tokenizer,
         peft_config=LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"),
     )
-    protect(trainer, preset="survive")  # one Trainer that is built already
+    protect(trainer, preset="survive")  # one Trainer that is already built
     trainer.train()
     margins = [log["rewards/margins"] for log in trainer.state.log_history if "loss" in log]
     print(f"margin of rewards: {margins[0]:.4f} -> {margins[-1]:.4f}")

@@ -1,4 +1,4 @@
-"""Run out of memory in an evaluation that keeps all logits, on a simulated card; then mend it.
+"""Run out of memory in an evaluation that keeps all logits, on a simulated card; then fix it.
 
 python examples/evaluation_oom.py   # needs a C++ compiler, once
 """
@@ -34,10 +34,10 @@ def evaluate(output_dir: str, mended: bool) -> None:
 
 
 def main(output_dir: str = "runs/evaluation_oom") -> None:
-    """Fail, say what it was, and evaluate again."""
+    """Fail, classify the error, and evaluate again."""
     simgpu.enable(capacity_bytes=32 << 20)
     try:
-        with report_oom(output_dir):  # what `trainer-plugins explain runs/evaluation_oom` reads
+        with report_oom(output_dir):  # for `trainer-plugins explain runs/evaluation_oom`
             evaluate(output_dir, mended=False)
     except RuntimeError as error:
         found = classify(error)

@@ -34,7 +34,7 @@ from trainer_plugins import (
 
 PROMPT = "The statement "
 
-# transformers 5.23 has a new name for it, and warns of the old one.
+# transformers 5.23 renamed it, and warns about the old name.
 CHECKPOINTING = (
     "activation_checkpointing"
     if hasattr(TrainingArguments, "activation_checkpointing")
@@ -56,7 +56,7 @@ class Blocks(Dataset[dict[str, torch.Tensor]]):
 
 
 class GeneratingTrainer(Trainer):
-    """Prints at each evaluation what the model writes by now."""
+    """Prints a sample from the model at each evaluation."""
 
     def evaluate(self, *args: object, **kwargs: object) -> dict[str, float]:
         prompt = self.processing_class(PROMPT, return_tensors="pt", add_special_tokens=False).to(
@@ -72,7 +72,7 @@ class GeneratingTrainer(Trainer):
 
 
 def byte_level_llama() -> tuple[Any, Any]:
-    """Make an untrained Llama of 0.4 million parameters over bytes, and its tokenizer."""
+    """Build an untrained Llama of 0.4 million parameters over bytes, and its tokenizer."""
     tokenizer = ByT5Tokenizer(extra_ids=0)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -118,7 +118,7 @@ def main() -> None:
 
     model, tokenizer = pretrained(options.model) if options.model else byte_level_llama()
     text = "\n".join(topics.values())
-    # Enough text for the steps, and some that is never trained on.
+    # Enough text for the steps, and some held out for evaluation.
     text = text[: (options.steps * options.micro_batch + 64) * options.length * 6]
     tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
     blocks = Blocks(tokens, options.length)
@@ -148,14 +148,14 @@ def main() -> None:
         MemoryWatchdog(),
     ]
     if options.too_large:
-        callbacks.append(SurviveOOM(plan_first=False))  # to be seen surviving, not foreseeing
+        callbacks.append(SurviveOOM(plan_first=False))  # shows survival instead of avoiding the OOM
     trainer = GeneratingTrainer(
         model=model,
         args=args,
         train_dataset=train,
         eval_dataset=evaluation,
         processing_class=tokenizer,
-        # the blocks are of one length, and not every tokenizer can pad
+        # all blocks have one length, and not every tokenizer can pad
         data_collator=default_data_collator,
         callbacks=callbacks,
     )

@@ -18,7 +18,7 @@ from trainer_plugins import EvalGenerateCleanup, KVCacheGuard, MemoryWatchdog
 
 
 def exact_match(prediction: Any) -> dict[str, float]:
-    """Compare the generated tokens, without the first that starts a decoder, with the labels."""
+    """Compare generated tokens with the labels, skipping the decoder's start token."""
     length = min(prediction.predictions.shape[1] - 1, prediction.label_ids.shape[1])
     same = prediction.predictions[:, 1 : length + 1] == prediction.label_ids[:, :length]
     return {"tokens_right": float(same.mean())}

@@ -14,7 +14,7 @@ from trainer_plugins import survive_oom
 
 
 def main(output_dir: str = "runs/sft_lora") -> None:
-    """Train for 10 steps on texts of its own; nothing is downloaded."""
+    """Train for 10 steps on built-in texts; nothing is downloaded."""
     tokenizer = ByT5Tokenizer(extra_ids=0)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -41,7 +41,7 @@ def main(output_dir: str = "runs/sft_lora") -> None:
         processing_class=tokenizer,
         peft_config=LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"),
     )
-    survive_oom(trainer)  # measures on the first failure that pieces add up; costs nothing before
+    survive_oom(trainer)  # verifies on the first failure that pieces add up; costs nothing before
     trainer.train()
     trained = sum(each.numel() for each in trainer.model.parameters() if each.requires_grad)
     print(

@@ -25,8 +25,8 @@ def main(folder: str) -> None:
         )
     (weights,) = Path(spec.origin).parent.glob("*.gguf")
     where = {"pretrained_model_name_or_path": str(weights.parent), "gguf_file": weights.name}
-    # Since transformers 5 weights stay packed unless told otherwise; packed weights can be neither
-    # trained well nor saved.
+    # Since transformers 5 weights stay packed unless you say otherwise; packed weights can be
+    # neither trained well nor saved.
     packed = getattr(transformers, "GgufConfig", None)
     more = {"quantization_config": packed(dequantize=True)} if packed else {}
     AutoModelForCausalLM.from_pretrained(**where, **more, dtype=torch.bfloat16).save_pretrained(

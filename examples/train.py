@@ -61,7 +61,7 @@ def main() -> None:
     )
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model()
-    trainer.accelerator.end_training()  # or a rank is now and then aborted as it ends
+    trainer.accelerator.end_training()  # without this, a rank is occasionally aborted as it ends
 
 
 if __name__ == "__main__":

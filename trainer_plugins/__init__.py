@@ -1,7 +1,7 @@
 """Predicts the memory of Hugging Face Trainer runs, helps them survive OOM, and explains both.
 
-`from trainer_plugins import MemoryWatchdog` imports what it needs at that moment; this module alone
-imports neither torch nor transformers.
+`from trainer_plugins import MemoryWatchdog` imports that class on demand; this module alone imports
+neither torch nor transformers.
 """
 
 from importlib import import_module
@@ -49,7 +49,7 @@ _HOMES = {
 
 __all__ = list(_HOMES)
 
-if TYPE_CHECKING:  # the same names, as type checkers read them
+if TYPE_CHECKING:  # the same names, for type checkers
     from trainer_plugins.callbacks import CudaCacheCallback as CudaCacheCallback
     from trainer_plugins.callbacks import EvalGenerateCleanup as EvalGenerateCleanup
     from trainer_plugins.callbacks import EvaluationGuard as EvaluationGuard

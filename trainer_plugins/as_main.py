@@ -1,4 +1,4 @@
-"""Runs a script or a module as `python` would, inside a Python that is running already."""
+"""Run a script or a module as `python` would, inside a running Python."""
 
 import runpy
 import sys
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 class NoSuchProgramError(ValueError):
-    """There is no such script or module; an error that the program raises is not of this kind."""
+    """No such script or module; errors raised by the program itself are of other types."""
 
 
 def program(command: list[str], is_module: bool) -> Callable[[], None]:
@@ -27,8 +27,8 @@ def _script(command: list[str]) -> Callable[[], None]:
     def run() -> None:
         sys.argv = command
         _put_first_on_path(str(Path(path).resolve().parent))
-        # A module of its own named __main__, which stays: pickling, and the script's own threads
-        # and exit handlers, look there for its classes.
+        # Its own module named __main__, which stays: pickling, and the script's own threads and
+        # exit handlers, look there for its classes.
         module = types.ModuleType("__main__")
         module.__file__ = path
         module.__builtins__ = __builtins__  # type: ignore[attr-defined]

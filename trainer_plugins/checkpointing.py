@@ -1,4 +1,4 @@
-"""checkpointing: what transformers calls it. 5.23 renamed it, and 6 will drop the old names."""
+"""Map transformers' names for checkpointing: 5.23 renamed it, and 6 will drop the old names."""
 
 import re
 from collections.abc import Mapping
@@ -6,19 +6,19 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-# The Trainer of 5.23 reads the first names; the others are copies made at the start.
+# Version 5.23's Trainer reads the first names; the others are copies made at the start.
 _NAMES = ("activation_checkpointing", "gradient_checkpointing")
 _OPTIONS = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
 _ANY = re.compile(r"(?<!\w)(?:activation|gradient)[-_]checkpointing([-_]kwargs)?")
-NAME, OPTIONS = _NAMES[1], _OPTIONS[1]  # as the installed transformers wants them
-CAN_OFFLOAD = False  # whether it takes `offload`, which moves to main memory what is kept
+NAME, OPTIONS = _NAMES[1], _OPTIONS[1]  # as in the installed transformers
+CAN_OFFLOAD = False  # whether it supports `offload`, which moves checkpoints to main memory
 with suppress(PackageNotFoundError):
     if [int(number) for number in re.findall(r"\d+", version("transformers"))[:2]] >= [5, 23]:
         NAME, OPTIONS, CAN_OFFLOAD = _NAMES[0], _OPTIONS[0], True
 
 
 def spell(text: str) -> str:
-    """Write flags, arguments and methods as the installed transformers names them.
+    """Spell flags, arguments and methods as in the installed transformers.
 
     >>> spell("--activation_checkpointing_kwargs {}") == f"--{OPTIONS} {{}}"
     True
@@ -34,7 +34,7 @@ def is_asked(arguments: object) -> bool:
 
 
 def options(arguments: object) -> dict[str, Any]:
-    """Return the options of checkpointing in TrainingArguments, or in a mapping of them."""
+    """Return the checkpointing options in TrainingArguments, or in a mapping of them."""
     found = _first(arguments, _OPTIONS)
     return found if isinstance(found, dict) else {}
 
@@ -45,19 +45,19 @@ def _first(arguments: object, names: tuple[str, ...]) -> object:
 
 
 def is_checkpointing(model: Any) -> bool:
-    """Return whether a part of the model computes activations again in the backward pass."""
-    if not hasattr(model, "modules"):  # as SetFit's
+    """Return whether a part of the model recomputes activations in the backward pass."""
+    if not hasattr(model, "modules"):  # such as SetFit's
         return False
     return any(getattr(part, "gradient_checkpointing", False) is True for part in model.modules())
 
 
 def switch_on(model: Any, how: Mapping[str, object]) -> None:
-    """Let a model of transformers checkpoint, with the options of TrainingArguments."""
+    """Switch on checkpointing in a transformers model, with TrainingArguments' options."""
     rest = dict(how)
     placed = {name: rest.pop(name) for name in ("every_n_layers", "offload") if name in rest}
     getattr(model, f"{NAME}_enable")(rest or None, **placed)
 
 
 def switch_off(model: Any) -> None:
-    """Let a model of transformers keep its activations again."""
+    """Switch off checkpointing in a transformers model."""
     getattr(model, f"{NAME}_disable")()

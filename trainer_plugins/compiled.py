@@ -1,4 +1,4 @@
-"""Compiles C and C++ once, never at import, and keeps the result in the package's cache folder."""
+"""Compile C and C++ once, never at import, and keep the result in the package's cache folder."""
 
 import hashlib
 import os
@@ -19,13 +19,13 @@ class CompileError(RuntimeError):
 
     def __init__(self, message: str, output: str = "") -> None:
         super().__init__(message)
-        self.output = output  # what the compiler printed; empty if it could not be run
+        self.output = output  # the compiler's output; empty if it could not be run
 
 
 def cache_folder() -> Path:
     """Return `$TRAINER_PLUGINS_CACHE`, else `$XDG_CACHE_HOME/trainer_plugins`, else in `~/.cache`.
 
-    A path that is not absolute is no XDG_CACHE_HOME, as the XDG Base Directory Specification says.
+    A relative XDG_CACHE_HOME is ignored, as the XDG Base Directory Specification says.
     """
     if chosen := os.environ.get("TRAINER_PLUGINS_CACHE"):
         return Path(chosen)
@@ -35,7 +35,7 @@ def cache_folder() -> Path:
 
 
 def package_site() -> Path:
-    """Return the folder for packages that are fetched where they are not installed."""
+    """Return the folder for packages that we fetch because they are not installed."""
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     return cache_folder().absolute() / "packages" / f"python{python}"
 
@@ -47,10 +47,10 @@ def cpp_compiler() -> str | None:
 
 
 def plain_compiler(language: Literal["cc", "c++"]) -> list[str]:
-    """Return the command of a compiler for code that is linked to no C++ library; empty if none.
+    """Return the command of a compiler for code without C++ libraries; empty if there is none.
 
-    Besides an installed one that may be zig, of the package `ziglang`, which was installed or
-    fetched. Its C++ library is its own, so it can compile nothing that calls torch's C++.
+    If no compiler is installed it may be zig, from the package `ziglang`, installed or fetched. Zig
+    has its own C++ library, so it cannot compile code that calls torch's C++.
     """
     if language == "c++":
         installed = (cpp_compiler() or "").split()
@@ -98,8 +98,9 @@ def torch_library_command(compiler: str, source: Path, *flags: str) -> list[str]
 def compile_once(library: Path, command: Sequence[str], timeout_seconds: float) -> Path:
     """Run `command` with `-o library` unless the library exists, and return the library's path.
 
-    One process builds while the others wait. It appears complete or not at all. If the compiler
-    fails, CompileError is raised and a `.log` file next to the library has command and output.
+    One process builds while the others wait. The library appears complete or not at all. If the
+    compiler fails, CompileError is raised and a `.log` file beside the library has command and
+    output.
     """
     if library.exists():
         return library
@@ -112,7 +113,7 @@ def compile_once(library: Path, command: Sequence[str], timeout_seconds: float) 
 
 @contextmanager
 def lock(folder: Path) -> Iterator[None]:
-    """Lock a folder against other processes; where that is impossible, as on some NFS, do not."""
+    """Lock a folder against other processes; skip it if that is impossible, as on some NFS."""
     import fcntl  # not on Windows
 
     descriptor = os.open(folder, os.O_RDONLY)
@@ -135,7 +136,7 @@ def _compile(library: Path, command: Sequence[str], timeout_seconds: float) -> N
                 stderr=subprocess.STDOUT,
                 check=False,
                 timeout=timeout_seconds,
-                # Where its own files are removed if it is interrupted.
+                # Its own temporary files are removed there if it is interrupted.
                 env={**os.environ, "TMPDIR": directory},
             )
         except (OSError, subprocess.TimeoutExpired) as error:

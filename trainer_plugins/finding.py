@@ -32,24 +32,29 @@ class Severity(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Reports one problem of a run: what is wrong, the numbers that show it, what to change."""
+    """Reports one problem of a run: what is wrong, the numbers that show it, what to change.
+
+    >>> words = dict(code="leak", summary="memory grows", evidence="9 MiB/step", remedy="Detach it")
+    >>> print(Finding.warning(**words))
+    [leak] memory grows (9 MiB/step). Detach it
+    """
 
     code: str  # a stable name in kebab case, explained in `docs/findings.md`: `memory-pressure`
     severity: Severity
     summary: str  # what is wrong, as one sentence without a full stop
     evidence: str  # the numbers that show it, with units
-    remedy: str  # what to change, in the names the user writes: arguments, flags, variables
-    amount: float = 0.0  # how bad it is; comparable only between findings of one code
+    remedy: str  # the change to make, in names that the user types: arguments, flags, variables
+    amount: float = 0.0  # its severity as a number, comparable only between findings of one code
     data: Data = field(default_factory=dict, hash=False)  # the evidence by name: `stuck_bytes`
 
     @classmethod
     def error(cls, **fields: "Unpack[_Fields]") -> "Finding":
-        """Report what ends a run, or makes its result useless."""
+        """Report a problem that ends a run, or makes its result useless."""
         return cls(severity=Severity.ERROR, **fields)
 
     @classmethod
     def warning(cls, **fields: "Unpack[_Fields]") -> "Finding":
-        """Report what may end a run, or wastes memory or time."""
+        """Report a problem that may end a run, or wastes memory or time."""
         return cls(severity=Severity.WARNING, **fields)
 
     def __str__(self) -> str:

@@ -79,14 +79,14 @@ class HfAccelerator(Protocol):
 
 
 class HfTrainer(Protocol):
-    """Lists the names of a `Trainer`, also of the private ones that this package calls."""
+    """Lists the names of a `Trainer`, including private ones that this package calls."""
 
     accelerator: HfAccelerator
     args: HfArguments
     callback_handler: HfCallbackHandler
     compute_loss: Callable[..., Any]
     compute_loss_context_manager: Callable[[], AbstractContextManager[object]]
-    compute_loss_func: object  # a loss of the user's; TRL's GRPO trainer sets a string as a marker
+    compute_loss_func: object  # the user's loss; TRL's GRPO trainer sets a string as a marker
     compute_metrics: Callable[[Any], dict[str, Any]] | None
     control: Any
     current_gradient_accumulation_steps: int  # the micro-batches of this step; set by training

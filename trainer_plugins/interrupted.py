@@ -1,4 +1,4 @@
-"""Lets SIGTERM, and the end of the terminal, interrupt a command as Ctrl-C does."""
+"""Make SIGTERM, and the end of the terminal, interrupt a command as Ctrl-C does."""
 
 import signal
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def interrupt_by_any_signal() -> Iterator[None]:
-    """Raise KeyboardInterrupt for SIGTERM and SIGHUP too, so that what was started ends as well."""
+    """Raise KeyboardInterrupt for SIGTERM and SIGHUP too, so that child processes end as well."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt

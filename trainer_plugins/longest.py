@@ -22,10 +22,10 @@ _ANSWERS = (
     "chosen_input_ids",
     "rejected_input_ids",
 )
-_ANSWER_WITH_PROMPT = "chosen_labels"  # TRL's ORPO and CPO begin each answer with its prompt
+_ANSWER_WITH_PROMPT = "chosen_labels"  # TRL's ORPO and CPO start each answer with its prompt
 _OTHER_INPUTS = ("labels", "input_values", "input_features", "pixel_values")
-_LENGTH = "length"  # a column that holds lengths, where none holds tokens
-_DECODES = "decode_example"  # a method of features that are files: pictures, sounds, films
+_LENGTH = "length"  # a column of lengths, if none holds tokens
+_DECODES = "decode_example"  # a method of features that are files: images, audio, video
 _Numbers: TypeAlias = NDArray[np.int64]
 
 
@@ -35,24 +35,24 @@ class LongestRows:
     def __init__(self, dataset: Any, collate: Any, num: int, model: nn.Module) -> None:
         self._dataset = dataset
         self._rows = longest_rows(dataset, num) if collate is not None else []
-        # It may keep a generator, and a model, which is not copied.
+        # It may hold a generator, and a model, which we do not copy.
         self._collate = copy.deepcopy(collate, {id(module): module for module in model.modules()})
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def batch(self, num: int) -> Any:
-        """Collate the longest rows; the short one, which is padded, is the last of all."""
+        """Collate the longest rows; the short row, which gets padding, comes last."""
         return self._collate([self._dataset[index] for index in self._rows[:num]])
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Holds how long the rows of a data set are that were read."""
+    """Holds the lengths of a data set's rows, as far as they were read."""
 
     rows: _Numbers  # the indices of these rows
-    columns: Mapping[str, _Numbers]  # of tokens, or of a picture's or sound's numbers
-    num_rows: int  # how many rows the data set has, read or not
+    columns: Mapping[str, _Numbers]  # of tokens, or of the numbers in an image or audio
+    num_rows: int  # the rows of the data set, read or not
 
     @property
     def tokens(self) -> _Numbers:
@@ -65,7 +65,7 @@ class Lengths:
 
     @property
     def sizes(self) -> _Numbers:
-        """Return the order of rows: tokens and labels, or numbers of pictures and sounds."""
+        """Return the sort key of rows: tokens and labels, or the numbers of images and audio."""
         has_answers = any(name in _ANSWERS for name in self.columns)
         return self.tokens if has_answers else self._sum(self.columns)
 
@@ -89,10 +89,10 @@ def has_rows(dataset: object) -> bool:
 
 
 def longest_rows(dataset: Any, num: int) -> list[int]:
-    """Return the indices of the longest rows, and last of all that of the shortest.
+    """Return the indices of the longest rows, followed by that of the shortest.
 
-    The shortest makes a batch that is padded, as most are: models take a cheaper path without
-    padding, and a rehearsal on that would promise too much.
+    The shortest adds padding to the batch, as most batches have: models take a cheaper path without
+    padding, so rehearsing that would be too optimistic.
     """
     if not has_rows(dataset) or len(dataset) == 0:
         return []
@@ -107,7 +107,7 @@ def lengths_of(dataset: Any, seconds: float = 10.0) -> Lengths:
     """Return the lengths of the rows of a data set for which `has_rows` holds.
 
     Without a transform they are in Arrow's offsets (a million rows of 500 tokens take 0.1 s). Other
-    rows are fetched for these `seconds`, in an order that is spread evenly wherever it ends.
+    rows are fetched for this many `seconds`, in an order that is evenly spread wherever it ends.
     """
     arrow = sys.modules.get("datasets")
     is_table = arrow is not None and isinstance(dataset, arrow.Dataset)
@@ -128,7 +128,7 @@ def _measure_columns(dataset: Any, names: list[str]) -> Lengths:
         else:
             numbers = [_num(chunk) for chunk in chunks]
         columns[name] = np.concatenate([np.zeros(0, np.int64), *numbers])
-    if dataset._indices is not None:  # a shuffle or a selection, which copies no row
+    if dataset._indices is not None:  # a shuffle or a selection, which copies no rows
         drawn = dataset._indices.column(0).to_numpy()
         columns = {name: numbers[drawn] for name, numbers in columns.items()}
     return Lengths(np.arange(len(dataset)), columns, len(dataset))
@@ -138,7 +138,7 @@ def _num(column: Any) -> _Numbers:
     """Count the numbers and characters in each value of an Arrow array, however it is nested."""
     types: Any = importlib.import_module("pyarrow.types")
     compute: Any = importlib.import_module("pyarrow.compute")
-    column = getattr(column, "storage", column)  # of an extension, as `Array2D` is
+    column = getattr(column, "storage", column)  # of an extension type, such as `Array2D`
     kind, num = column.type, len(column)
     is_text = types.is_string(kind) or types.is_large_string(kind)
     is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
@@ -175,12 +175,12 @@ def _measure_rows(dataset: Any, seconds: float) -> Lengths:
 
 
 def _is_row(row: object) -> TypeGuard[Mapping[str, object]]:
-    """Return whether a row has names: a dict, or an object like one, as a `BatchEncoding`."""
+    """Return whether a row has names: a dict, or a similar object such as a `BatchEncoding`."""
     return isinstance(row, Mapping) or hasattr(row, "keys")
 
 
 def _spread(num: int) -> Iterator[int]:
-    """Return all indices in an order whose beginnings are spread evenly: by the golden ratio."""
+    """Return all indices in an order whose prefixes are evenly spread: by the golden ratio."""
     step = max(1, round(num * (math.sqrt(5) - 1) / 2))
     while math.gcd(step, num) > 1:
         step += 1
@@ -203,7 +203,7 @@ def _size(value: object) -> int:
 
 
 def _choose_counted(names: list[str]) -> list[str]:
-    """Return the columns that count: those that a model is known to take; without any, all."""
+    """Return the columns that count: known inputs of models; if there are none, all."""
     known = (*_OTHER_INPUTS, _ANSWER_WITH_PROMPT)
     return [name for name in names if _holds_tokens(name) or name in known] or names
 

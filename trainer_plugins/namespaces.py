@@ -1,14 +1,14 @@
-"""Starts a command behind a wall: it reads your files, and changes none; it reaches no other host.
+"""Start a command behind a wall: it can read your files, change none, and reach no other host.
 
     python -I -S namespaces.py '{"scratch": "DIR", "real": [], "network": false}' python train.py
 
-The command gets mount, network and host name namespaces of its own (`man 7 namespaces`). Each
-folder in which it could write is covered by an overlay: reads fall through to your files, and what
-is written, renamed or deleted is so for this command and its children alone. System folders are
-read-only; the folders in `real`, and scratch, are written for real. Its network has the loopback
-device alone, which answers for all addresses.
+The command gets its own mount, network and host name namespaces (`man 7 namespaces`). An overlay
+covers each writable folder: reads fall through to your files, while writes, renames and deletions
+are visible only to this command and its children. System folders are read-only; the folders in
+`real`, and scratch, are really written. Its network has only the loopback device, which answers for
+all addresses.
 
-This file is a program of its own and needs nothing but Python; `wall.py` starts it.
+This file is a separate program and needs nothing but Python; `wall.py` starts it.
 """
 
 import contextlib
@@ -45,8 +45,8 @@ def build_wall(scratch: Path, real: Iterable[Path], *, has_network: bool) -> Non
     """Put this process behind the wall.
 
     Args:
-        scratch: a folder that is written for real, and holds what the command writes elsewhere.
-        real: other folders and files that are written for real.
+        scratch: a folder that is really written, and receives all other writes of the command.
+        real: other folders and files that are really written.
         has_network: leave the network as it is.
 
     Raises:
@@ -54,7 +54,7 @@ def build_wall(scratch: Path, real: Iterable[Path], *, has_network: bool) -> Non
     """
     has_privileges = _enter_namespaces(0 if has_network else _NEWNET | _NEWUTS)
     if not has_network:
-        socket.sethostname("localhost")  # what a launcher asks for, to find itself
+        socket.sethostname("localhost")  # a launcher looks itself up by this name
         _answer_for_all_addresses()
     _mount(None, "/", None, _REC | _PRIVATE)
     mounts = dict(_mounts())
@@ -66,7 +66,7 @@ def build_wall(scratch: Path, real: Iterable[Path], *, has_network: bool) -> Non
     layers = f"/proc/self/fd/{passages[0][1]}/layers"
     os.makedirs(f"{layers}/in-memory", exist_ok=True)
     _mount("tmpfs", f"{layers}/in-memory", "tmpfs", 0)
-    # How an overlay notes that a folder was renamed, or may only note for an ordinary user.
+    # An overlay's way to record renamed folders, or the one allowed to an ordinary user.
     notes = "redirect_dir=on" if has_privileges else "userxattr"
     covered = [_cover(place, layers, notes) for place in _places_to_cover(mounts)]
     if not any(covered):
@@ -74,11 +74,11 @@ def build_wall(scratch: Path, real: Iterable[Path], *, has_network: bool) -> Non
     for place, descriptor in passages:
         _mount(f"/proc/self/fd/{descriptor}", place, None, _BIND)
         os.close(descriptor)
-    os.chdir(os.getcwd())  # what covers it
+    os.chdir(os.getcwd())  # enter the overlay
 
 
 def _enter_namespaces(others: int) -> bool:
-    """Return whether this process has the privileges already; else it gets them in there only."""
+    """Enter namespaces; return whether this process already had the privileges outside them."""
     uid, gid = os.getuid(), os.getgid()
     try:
         _call("unshare", _NEWNS | others)
@@ -92,7 +92,7 @@ def _enter_namespaces(others: int) -> bool:
 
 
 def _mounts() -> Iterator[tuple[str, int]]:
-    """Yield where something is mounted, and the flags that a remount has to keep."""
+    """Yield each mount point, and the flags that a remount has to keep."""
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         fields = line.split()
         options = fields[5].split(",")
@@ -108,7 +108,7 @@ def _passage(place: str) -> int:
 
 
 def _places_to_cover(mounts: Iterable[str]) -> list[str]:
-    """Return the folders that have no mount below them, from the root on, and the user's own."""
+    """Return the folders without mounts below them, starting at the root, and the user's own."""
     found = list(_folders_below("/", mounts))
     for own in (os.getcwd(), os.environ.get("HOME"), os.environ.get("TMPDIR"), "/tmp"):
         if own and os.path.isdir(own) and not _is_below(os.path.realpath(own), found):
@@ -130,9 +130,9 @@ def _folders_below(folder: str, mounts: Iterable[str]) -> Iterator[str]:
 
 
 def _cover(place: str, layers: str, notes: str) -> bool:
-    """Mount an overlay over a folder; return whether it worked: else the folder is read-only.
+    """Mount an overlay over a folder; return whether it worked: otherwise the folder is read-only.
 
-    An upper layer cannot be inside the lower one, or on an overlay: it is in memory then.
+    An upper layer cannot be inside the lower one, or on an overlay: it is then in memory.
     """
     name = hashlib.sha256(place.encode()).hexdigest()[:16]
     try:
@@ -154,9 +154,9 @@ def _cover(place: str, layers: str, notes: str) -> bool:
 
 
 def _answer_for_all_addresses() -> None:
-    """Bring the loopback device up, and route every address of IPv4 to it.
+    """Bring up the loopback device, and route every IPv4 address to it.
 
-    A rank then finds a rendezvous at the address of its host, and other hosts refuse at once.
+    A rank then finds a rendezvous at its host's address, and other hosts refuse at once.
     """
     import fcntl
 

@@ -1,4 +1,4 @@
-"""Says what to install where a library is older than what this package works with."""
+"""Name the version to install if a library is older than this package supports."""
 
 from importlib.metadata import PackageNotFoundError, version
 
@@ -6,7 +6,7 @@ OLDEST = {"transformers": "4.57.1", "trl": "1.0.0"}
 
 
 def too_old(name: str) -> str:
-    """Say what to install if a library is too old; empty if it is not, or is not here."""
+    """Say which version to install if a library is too old; empty if it is not, or is not here."""
     from packaging.version import Version
 
     try:

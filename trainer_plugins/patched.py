@@ -10,7 +10,7 @@ logger = logging.getLogger(__name__)
 
 
 class Patches(contextlib.ExitStack):
-    """Replaces attributes until `close`; with `keeps_later`, what others put over ours stays."""
+    """Replaces attributes until `close`; with `keeps_later`, later patches by others stay."""
 
     def __init__(self, *, keeps_later: bool = False) -> None:
         super().__init__()

@@ -24,7 +24,7 @@ _SAFE = (STRATEGY, PREFLIGHT, *_GUARDS, WATCHDOG, REPORTER)
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """Names callbacks that go together, by dotted class name so that reading one needs no torch."""
+    """Names callbacks that belong together, by dotted class name: reading one needs no torch."""
 
     name: str
     summary: str
@@ -72,7 +72,7 @@ def preset(name: str) -> Preset:
 
 
 def nearest(name: str, names: list[str]) -> str:
-    """Suggest the nearest name, as a sentence; empty if none is near.
+    """Suggest the nearest name, as a sentence; empty if none is close.
 
     >>> nearest("memory-safe", ["observe", "memory_safe"]), nearest("x", ["observe"])
     (' Did you mean memory_safe?', '')

@@ -1,4 +1,4 @@
-"""Makes text from files, processes and drivers safe to print, on one line."""
+"""Make text from files, processes and drivers safe to print, on one line."""
 
 import re
 
@@ -27,7 +27,7 @@ def printable(text: object) -> str:
 
 
 def drop_leaks(log: str) -> str:
-    r"""Leave out what nanobind lists as a process ends, below its error: triton 3.9 leaks.
+    r"""Drop nanobind's leak report (triton 3.9 leaks), which follows the error at a process's end.
 
     >>> drop_leaks("the error\nnanobind: leaked 4 types!\n - type\nSee https://x/refleaks.html\n")
     'the error\n\n'

@@ -8,8 +8,8 @@ class MemoryReading:
     """Holds one reading of one device in bytes, and refuses numbers that cannot be true."""
 
     device: str  # the device's name as torch writes it: `cuda:0`
-    total_bytes: int  # what all processes together can use, without the GPU driver's own reserve
-    free_bytes: int  # bytes that no process uses
+    total_bytes: int  # usable by all processes together, without the GPU driver's own reserve
+    free_bytes: int  # bytes not used by any process
     reserved_bytes: int  # bytes that this process's caching allocator holds
     allocated_bytes: int  # the part of `reserved_bytes` that live tensors occupy
     peak_allocated_bytes: int  # the highest `allocated_bytes` since the peak was last reset
@@ -28,7 +28,7 @@ class MemoryReading:
 
     @property
     def cached_bytes(self) -> int:
-        """Return bytes reserved but in no tensor; releasing the cache frees them."""
+        """Return the bytes reserved but in no tensor; releasing the cache frees them."""
         return self.reserved_bytes - self.allocated_bytes
 
     @property

@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> None:
     """Attach the callbacks, then run the program that the command line names."""
     app = typer.Typer(add_completion=False)
     app.command(cls=RunCommand, context_settings=BEFORE_A_COMMAND, epilog=PRESETS_IN_WORDS)(_run)
-    # Typer only parses: it would catch some errors of the script, and change excepthook.
+    # Typer only parses: it would catch some of the script's errors, and change excepthook.
     command: Any = typer.main.get_command(app)
     try:
         params = command.make_context(RunCommand.prog, arguments).params

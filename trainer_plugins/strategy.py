@@ -1,4 +1,4 @@
-"""Strategy: how a training run is set up: ranks, wrapper, ZeRO stage, where each part lives."""
+"""Strategy: the setup of a training run: ranks, wrapper, ZeRO stage, where each part lives."""
 
 import re
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from trainer_plugins.units import percent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
-    """Describes what really runs on one rank, read from the objects of the running process."""
+    """Describes the strategy that really runs on one rank, read from the process's objects."""
 
     distributed_type: str  # accelerate's name: `DEEPSPEED`, `FSDP`, `MULTI_GPU`, `MULTI_CPU`, `NO`
     wrapped_class: str  # the class that training calls: `DeepSpeedEngine`, the model's own
@@ -24,7 +24,7 @@ class Strategy:
     offload: Mapping[str, str] = field(default_factory=dict)  # `{"param": "nvme"}`
     homes: Mapping[str, int] = field(default_factory=dict)  # elements by device type
     optimizer_class: str | None = None  # it updates the weights: `AdamW`, `DeepSpeedCPUAdam`
-    master_dtype: str | None = None  # in which the optimizer keeps weights; None if it trains none
+    master_dtype: str | None = None  # of the weights that the optimizer keeps, if it trains any
     is_checkpointing: bool = False  # whether the model recomputes activations in the backward pass
 
     @property

@@ -1,4 +1,4 @@
-"""Renders and reads sizes; inside the package every size is an int of bytes, GiB only in text."""
+"""Render and parse sizes; inside the package every size is an int of bytes, GiB only in text."""
 
 import re
 
@@ -32,7 +32,7 @@ def size(num_bytes: float) -> str:
 
 
 def parse_size(text: str) -> int:
-    """Read a size as people write it, in bytes; `GiB` is 2**30 and `GB` is 10**9.
+    """Parse a size as people write it, in bytes; `GiB` is 2**30 and `GB` is 10**9.
 
     >>> parse_size("2GiB"), parse_size("100 MiB"), parse_size("1.5GB"), parse_size("1TB")
     (2147483648, 104857600, 1500000000, 1000000000000)

@@ -1,4 +1,4 @@
-"""Returns what is inside: a model in its wrappers, a DTensor's local part, nested tensors."""
+"""Unwrap a model, a DTensor's local part, or nested tensors."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -20,12 +20,12 @@ def unwrap(model: Any) -> Any:
 
 
 def is_compiled(model: Any) -> bool:
-    """Tell whether torch.compile computes a model, or one of its modules."""
+    """Return whether torch.compile computes a model, or one of its modules."""
     return any(hasattr(m, "_orig_mod") or m._compiled_call_impl for m in model.modules())
 
 
 def will_be_compiled() -> bool:
-    """Tell whether accelerate gives the models of this process to torch.compile."""
+    """Return whether accelerate passes this process's models to torch.compile."""
     from accelerate.state import AcceleratorState, is_initialized
 
     backend = str(AcceleratorState().dynamo_plugin.backend) if is_initialized() else "NO"
@@ -33,18 +33,18 @@ def will_be_compiled() -> bool:
 
 
 def compiles(model: Any) -> bool:
-    """Tell whether torch.compile computes a model, or does once accelerate has wrapped it."""
+    """Return whether torch.compile computes a model, or will once accelerate has wrapped it."""
     return will_be_compiled() or is_compiled(model)
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the part of a DTensor that this rank holds, or the tensor itself."""
+    """Return this rank's part of a DTensor, or the tensor itself."""
     local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return local
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:
-    """Yield a tensor, or those in lists, tuples and mappings, however these are nested."""
+    """Yield a tensor, or those in lists, tuples and mappings, however nested."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (tuple, list)):

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 @hydra.main(version_base=None, config_path="conf", config_name="config")
 def main(config: DictConfig) -> None:
-    """Train the model of the config."""
+    """Train the model in the config."""
     rows = torch.randint(1, 512, (64, 32), generator=torch.Generator().manual_seed(0))
     settings = OmegaConf.to_container(config.trainer.args, resolve=True)
     model = LlamaForCausalLM(LlamaConfig(**config.model))

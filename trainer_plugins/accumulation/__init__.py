@@ -1,4 +1,4 @@
-"""Accumulation: what more micro-batches, each of fewer rows, do to the gradient of a step."""
+"""Describes how more, smaller micro-batches change the gradient of a step."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -7,32 +7,32 @@ SAME_TRAINING = "the same training in smaller steps"
 
 
 class Effect(str, Enum):
-    """Says what becomes of a step's gradient if its rows come in more micro-batches."""
+    """The effect of smaller micro-batches on the gradient of a step."""
 
-    SAME = "SAME"  # except for rounding
+    SAME = "SAME"  # equal except for rounding
     SCALED = "SCALED"  # multiplied by the number of micro-batches
-    OTHER = "OTHER"  # weighted in another way, or the loss compares rows: `why` says it
+    OTHER = "OTHER"  # weighted differently, or the loss compares rows: see `why`
     UNKNOWN = "UNKNOWN"
 
 
 @dataclass(frozen=True, slots=True)
 class Accumulation:
-    """Describes what gradient accumulation does to the gradient of one run, and why."""
+    """The effect of gradient accumulation on one run's gradient, and the reason."""
 
     effect: Effect
     why: str
-    is_multiplied_by_ranks: bool = False  # whether the Trainer multiplies a scaled loss by them
-    cure: str = ""  # what you do, so that a scaled gradient is the mean that you mean
+    is_multiplied_by_ranks: bool = False  # a scaled loss is also multiplied by their number
+    cure: str = ""  # your change that turns a scaled gradient back into the mean
 
     def factor(self, num_steps: int, num_ranks: int = 1) -> int:
-        """Return how many times too large the gradient of a step is; 1 unless it is scaled."""
+        """Return how many times too large a step's gradient is; 1 unless it is scaled."""
         if self.effect is not Effect.SCALED:
             return 1
         return num_steps * (num_ranks if self.is_multiplied_by_ranks else 1)
 
     @property
     def price(self) -> str:
-        """Say what you pay for fewer rows in a micro-batch and as many more micro-batches."""
+        """Describe the price of trading a smaller micro-batch for more of them."""
         if self.effect is Effect.SAME:
             return SAME_TRAINING
         if self.effect is Effect.SCALED:

@@ -1,10 +1,10 @@
-"""Effect: whether more micro-batches, each of fewer rows, leave the gradient of a step as it is.
+"""Judge whether smaller micro-batches, and more of them, preserve the gradient of a step.
 
-The Trainer counts the labels of all micro-batches of a step and hands that number to the loss as
+The Trainer counts the labels in all micro-batches of a step and passes the count to the loss as
 `num_items_in_batch`. If the model "accepts loss kwargs" (its forward has `**kwargs`), the Trainer
-trusts the loss to divide by it, and does not divide by the number of micro-batches. Many losses
-ignore it and return a mean over their micro-batch: then the gradient of a step is the sum of these
-means. Across ranks, `average_tokens_across_devices` multiplies such a loss by their number, too.
+trusts the loss to divide by that count, and does not divide by the number of micro-batches. Many
+losses ignore it and return a mean over their micro-batch; the gradient of the step is then the sum
+of these means. With `average_tokens_across_devices` it is also multiplied by the number of ranks.
 """
 
 import inspect
@@ -19,14 +19,14 @@ from trainer_plugins.accumulation.modules import COUPLED_MODELS, find_coupled_mo
 from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.wrapped import base_model
 
-# By `model.loss_type`: losses that are a mean over rows, so that equal micro-batches weigh alike.
+# Values of `model.loss_type` for losses that average over rows: equal micro-batches weigh the same.
 _OVER_ROWS = (
     "ForSequenceClassification",
     "ForImageClassification",
     "ForVideoClassification",
     "ForAudioClassification",
 )
-_OVER_LABELS = (  # an answer that lies outside its row does not count
+_OVER_LABELS = (  # answers outside their row are not counted
     "ForCausalLM",
     "ForConditionalGeneration",
     "ForMaskedLM",
@@ -40,9 +40,9 @@ _COMPARES_ROWS = ("KTOTrainer", "BCOTrainer", "SentenceTransformerTrainer")
 def judge_accumulation(
     trainer: HfTrainer, batch_names: Collection[str] | None = None
 ) -> Accumulation:
-    """Judge from the code of a run's loss what accumulation does to its gradient; run nothing.
+    """Judge from the code of a loss how accumulation changes its gradient, without running it.
 
-    `batch_names` are the names in a batch of the data collator, if you know them.
+    `batch_names` are the keys of a collated batch, if you know them.
     """
     model = base_model(trainer.model)
     try:
@@ -50,7 +50,7 @@ def judge_accumulation(
         if found.effect is Effect.SCALED or not (why := _name_coupling(trainer, model)):
             return found
         return Accumulation(Effect.OTHER, why)
-    except (AttributeError, LookupError, TypeError, ValueError) as error:  # of objects we know not
+    except (AttributeError, LookupError, TypeError, ValueError) as error:  # unknown types
         why = f"the code of its loss could not be read ({type(error).__name__}: {error})"
         return Accumulation(Effect.UNKNOWN, why)
 
@@ -63,13 +63,13 @@ def _judge(
         return Accumulation(Effect.UNKNOWN, f"{own_step.__name__}.training_step is your own")
     if _is_said_by_trl(trainer):
         return Accumulation(Effect.SAME, "TRL divides its loss, or has the Trainer divide it")
-    # `survive_oom` puts its own on the object, which asks that of the class.
+    # `survive_oom` replaces the method on the object and calls the class's, so read the class's.
     code = Code(None, trainer, None, model).method("compute_loss")
     read = read_code(code)
     is_counted = _is_counted(trainer, code, read, batch_names)
     if is_counted is None:
         return Accumulation(Effect.UNKNOWN, "whether its batches have `labels` is not known")
-    is_scaled = getattr(trainer, "loss_is_scaled_for_ga", None)  # from transformers 5.19 on
+    is_scaled = getattr(trainer, "loss_is_scaled_for_ga", None)  # since transformers 5.19
     if is_scaled is None:
         is_scaled = is_counted or trainer.compute_loss_func is not None
     if is_scaled:
@@ -80,7 +80,7 @@ def _judge(
 def _judge_undivided(
     trainer: HfTrainer, model: Any, read: Reading, is_counted: bool
 ) -> Accumulation:
-    """Judge a loss that the Trainer trusts to be divided already."""
+    """Judge a loss that the Trainer leaves undivided because it trusts the loss to divide."""
     if read.use is Use.UNKNOWN:
         return Accumulation(Effect.UNKNOWN, f"what {read.where} does is not known")
     if read.use is Use.DIVIDES and is_counted:
@@ -100,7 +100,7 @@ def _judge_undivided(
 
 
 def _cure(trainer: HfTrainer) -> str:
-    """Say what makes a scaled gradient the mean that was meant."""
+    """Return the change that turns a scaled gradient back into the intended mean."""
     if trainer.compute_loss_func is not None:
         return "divide a sum by num_items_in_batch in your compute_loss_func"
     if getattr(trainer, "loss_is_scaled_for_ga", None):
@@ -109,11 +109,11 @@ def _cure(trainer: HfTrainer) -> str:
 
 
 def _adds_router_loss(trainer: HfTrainer, model: Any) -> bool:
-    """Tell whether a mixture of experts adds a mean over its micro-batch, which is not divided."""
+    """Return whether a mixture of experts adds an undivided mean over its micro-batch."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     is_on = getattr(text, "output_router_logits", False) is True
-    is_trls = _library(_owner(trainer, "compute_loss")) == "trl"  # which divides it
+    is_trls = _library(_owner(trainer, "compute_loss")) == "trl"  # TRL divides it
     return is_on and not is_trls and bool(getattr(text, "router_aux_loss_coef", 0))
 
 
@@ -132,7 +132,7 @@ def _judge_divided(trainer: HfTrainer, model: Any, read: Reading, is_counted: bo
 
 
 def _name_coupling(trainer: HfTrainer, model: nn.Module) -> str:
-    """Say what makes a row depend on the others of its micro-batch; empty if nothing does."""
+    """Return why a row depends on others in its micro-batch; empty if rows are independent."""
     kinds = [kind.__name__ for kind in type(trainer).__mro__]
     compared = next((kind for kind in kinds if kind in _COMPARES_ROWS), "")
     if "return_loss" in inspect.signature(model.forward).parameters:
@@ -146,7 +146,7 @@ def _name_coupling(trainer: HfTrainer, model: nn.Module) -> str:
 def _is_counted(
     trainer: HfTrainer, code: Code, read: Reading, batch_names: Collection[str] | None
 ) -> bool | None:
-    """Tell whether the Trainer counts labels; None if whether there are any is not known."""
+    """Return whether the Trainer counts labels; None if it is unknown whether batches have any."""
     if not trainer.model_accepts_loss_kwargs and trainer.compute_loss_func is None:
         return False
     if batch_names is not None:
@@ -163,7 +163,7 @@ def _is_counted(
 
 
 def _is_said_by_trl(trainer: HfTrainer) -> bool:
-    """Tell whether TRL itself computes the loss, and has told the Trainer how it is scaled."""
+    """Return whether TRL computes the loss itself and has told the Trainer how it is scaled."""
     if _library(_owner(trainer, "compute_loss")) != "trl":
         return False
     is_old = isinstance(trainer.compute_loss_func, str)  # TRL's marker for an old transformers

@@ -1,7 +1,7 @@
-"""Loss code: reads in the source of a loss whether it divides by the labels of a whole step.
+"""Read the source of a loss to see whether it divides by the label count of the whole step.
 
-It follows the argument `num_items_in_batch`, and the `**kwargs` that carry it, from function to
-function. It runs nothing; what it cannot follow is unknown.
+Follows the argument `num_items_in_batch`, and the `**kwargs` that carry it, from function to
+function. Nothing is run; a path that cannot be followed counts as unknown.
 """
 
 import ast
@@ -18,13 +18,13 @@ from torch.nn.modules.loss import _Loss
 
 _ITEMS = "num_items_in_batch"
 _LIBRARIES = ("accelerate", "liger_kernel", "peft", "torch", "transformers", "trl")
-_DEEPEST = 8  # calls that are followed from `compute_loss` to the place where a loss is divided
-_SMOOTHER = "LabelSmoother.__call__"  # a mean over labels, before transformers 5.15 in any case
+_DEEPEST = 8  # longest chain of calls to follow from `compute_loss` to the division
+_SMOOTHER = "LabelSmoother.__call__"  # a mean over labels, at least before transformers 5.15
 _ABOUT_LOSS = ("loss", "label", "target", "cross_entropy", "criterion")
 
 
 class Use(Enum):
-    """Says what a loss does with `num_items_in_batch`."""
+    """The ways in which a loss uses `num_items_in_batch`."""
 
     DIVIDES = "divides"
     IGNORES = "ignores"
@@ -33,29 +33,29 @@ class Use(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Holds what the code of a loss shows."""
+    """The result of reading the code of a loss."""
 
     use: Use
-    where: str  # the function that decides, by its qualified name
-    reduction: str = ""  # of a loss that ignores the number: `mean`, `sum`; empty if unknown
-    is_by_trainer: bool = False  # whether `Trainer.compute_loss` gets the number, and acts on it
+    where: str  # qualified name of the function that decides
+    reduction: str = ""  # if it ignores the number: `mean`, `sum`, or empty if unknown
+    is_by_trainer: bool = False  # `Trainer.compute_loss` receives the number and acts on it
 
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """Names a function that takes part in computing a loss, and the objects that it reaches."""
+    """A function that takes part in computing a loss, with the objects it can reach."""
 
     function: Any
     receiver: Any = None  # its `self`
-    owner: type | None = None  # the class that defines it, for `super()`
-    model: nn.Module | None = None  # what a `compute_loss` calls as `model`
+    owner: type | None = None  # the defining class, for `super()`
+    model: nn.Module | None = None  # the model that `compute_loss` calls as `model`
 
     @property
     def name(self) -> str:
         return str(getattr(self.function, "__qualname__", type(self.function).__name__))
 
     def method(self, name: str) -> "Code":
-        """Return the method that `super()` finds."""
+        """Return the method of this name that `super()` would find."""
         kinds = type(self.receiver).__mro__
         later = kinds[kinds.index(self.owner) + 1 :] if self.owner else kinds
         owner = next((kind for kind in later if name in vars(kind)), None)
@@ -65,17 +65,17 @@ class Code:
 
 
 def code_of(receiver: Any, name: str, model: nn.Module | None = None) -> Code:
-    """Return a method of an object as it runs: its class's, or one that was put on the object."""
+    """Return a method as it would run: the one set on the object, or else its class's."""
     if name not in vars(receiver):
         return Code(None, receiver, None, model).method(name)
-    function = _inner(vars(receiver)[name])  # of the class, if a library has only wrapped it
+    function = _inner(vars(receiver)[name])  # the class's own, if a library only wrapped it
     kinds = type(receiver).__mro__
     owner = next((kind for kind in kinds if _inner(vars(kind).get(name)) is function), None)
     return Code(function, receiver, owner, model)
 
 
 def read_code(code: Code, depth: int = 0) -> Reading:
-    """Follow `num_items_in_batch` through a function and those that it calls."""
+    """Follow `num_items_in_batch` through a function and its callees."""
     if (called := _find_callee(code)) is not None:
         return replace(read_code(called, depth + 1), is_by_trainer=True)
     tree = _parse(code.function)
@@ -86,19 +86,19 @@ def read_code(code: Code, depth: int = 0) -> Reading:
     for use in (Use.DIVIDES, Use.UNKNOWN):
         if told := [one for one in found if one.use is use]:
             return told[0]
-    last = found[0] if found else Reading(Use.IGNORES, code.name)  # where it is passed on to
+    last = found[0] if found else Reading(Use.IGNORES, code.name)  # the callee, if it is passed on
     return replace(last, reduction=function.reduction())
 
 
 def uses_labels(code: Code) -> bool:
-    """Tell whether a `compute_loss` takes `labels` from its batch, or a loss that needs them."""
+    """Return whether a `compute_loss` takes `labels` from its batch, or a loss that needs them."""
     tree = _parse(code.function)
     text = "" if tree is None else ast.unparse(tree)
     return any(sign in text for sign in ("'labels'", "super().compute_loss", ".loss", "'loss'"))
 
 
 def _find_callee(code: Code) -> Code | None:
-    """Return what transformers' `compute_loss` asks for a loss; None for any other function."""
+    """Return the code that transformers' `compute_loss` calls; None for any other function."""
     home = getattr(code.function, "__module__", "")
     if home != "transformers.trainer" or code.name != "Trainer.compute_loss":
         return None
@@ -113,14 +113,12 @@ def _find_callee(code: Code) -> Code | None:
 
 @dataclass(frozen=True)
 class _Function:
-    """Holds the source of one function of a loss."""
-
     code: Code
     tree: ast.FunctionDef
     depth: int
 
     def readings(self) -> list[Reading]:
-        """Judge each place where the number is read, or passed on."""
+        """Judge every place that reads the number or passes it on."""
         parents = {
             child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)
         }
@@ -148,7 +146,7 @@ class _Function:
         if isinstance(call, ast.Call) and name is not call.func:
             called = self._resolve(call)
             return read_code(called, self.depth + 1) if isinstance(called, Code) else called
-        if isinstance(parent, ast.Compare):  # with None, or what `kwargs` has
+        if isinstance(parent, ast.Compare):  # compared with None, or a test of the keys of `kwargs`
             return None
         if name.id == _ITEMS:
             arithmetic = (ast.BinOp, ast.IfExp, ast.AugAssign, ast.Attribute)
@@ -163,7 +161,6 @@ class _Function:
         return unknown
 
     def _resolve(self, call: ast.Call) -> Code | Reading | None:
-        """Find what a call calls; None if it computes no loss."""
         names = ast.unparse(call.func).split(".")
         if names[-1] == "model" and self.code.model is not None:
             return code_of(self.code.model, "forward")
@@ -177,7 +174,7 @@ class _Function:
         except (LookupError, AttributeError, TypeError, ValueError):
             return unknown
         if isinstance(value, type):
-            forward = getattr(value, "forward", None)  # a class of outputs has none
+            forward = getattr(value, "forward", None)  # output classes have none
             return Code(_inner(forward), owner=value) if forward is not None else None
         if isinstance(value, nn.Module):
             return code_of(value, "forward")
@@ -200,7 +197,7 @@ class _Function:
         return self.code.receiver is not None and name in own
 
     def _concerns_loss(self, call: ast.Call) -> bool:
-        """Tell whether a call is named for a loss, or may be given labels."""
+        """Return whether a call is named after a loss, or may receive labels."""
         rest = self.tree.args.kwarg
         has_labels = any("label" in name for name in self._parameters)
         given = [*call.args, *(each.value for each in call.keywords)]
@@ -211,14 +208,14 @@ class _Function:
         return any(part in name.lower() for name in names for part in _ABOUT_LOSS)
 
     def reduction(self) -> str:
-        """Return `mean` or `sum` if the loss computed here, or by what is called, surely is one."""
+        """Return `mean` or `sum` if this loss, or the one it calls, certainly reduces that way."""
         calls = [node for node in ast.walk(self.tree) if isinstance(node, ast.Call)]
         if self.code.name == _SMOOTHER:
             return "mean"
         is_own = not _is_of_library(self.code.function)
         if is_own and any(_ends_in(each, "sum") for each in calls):
             return ""
-        if "gradient_accumulation_steps" in ast.unparse(self.tree):  # it may divide by it
+        if "gradient_accumulation_steps" in ast.unparse(self.tree):  # may divide by it
             return ""
         found = {self._reduction_of(call) for call in calls} - {""}
         if found == {"none"} and any(_ends_in(each, "mean") for each in calls):
@@ -243,17 +240,17 @@ class _Function:
         return "" if tree is None else _Function(called, tree, self.depth + 1).reduction()
 
     def _read_reduction(self, given: ast.expr | None) -> str:
-        """Read the argument `reduction` of a loss of torch, which is `mean` without it."""
+        """Read the `reduction` argument of a torch loss; the default is `mean`."""
         if given is None:
             return "mean"
         if isinstance(given, ast.Constant):
             return str(given.value)
         first, *rest = ast.unparse(given).split(".")
-        if self._is_self(first):  # a setting of the model
+        if self._is_self(first):  # a setting on the model
             return str(
                 functools.reduce(lambda it, name: getattr(it, name, ""), rest, self.code.receiver)
             )
-        # A variable of transformers, which is "sum" only where `num_items_in_batch` is given.
+        # A variable in transformers; it is "sum" only if `num_items_in_batch` is passed.
         return "mean" if _is_of_library(self.code.function) else "?"
 
 
@@ -282,7 +279,7 @@ def _is_of_library(value: object) -> bool:
 
 
 def _inner(function: Any) -> Any:
-    """Return the function inside a bound method, a partial or a library's wrappers."""
+    """Unwrap a bound method, a partial, or a library's wrapper."""
     while True:
         function = getattr(function, "__func__", function)
         if isinstance(function, functools.partial):

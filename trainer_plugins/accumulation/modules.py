@@ -1,4 +1,4 @@
-"""Modules: find known ones that couple rows or passes; `attempt/state.py` finds the others."""
+"""Find known modules that couple rows or passes; `attempt/state.py` finds unknown ones."""
 
 import re
 from collections.abc import Iterator
@@ -10,13 +10,13 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-# Batch normalizations that are no subclass of torch's: EvoNorm B takes the micro-batch's variance.
+# Batch norms that do not subclass torch's. EvoNorm B uses the variance of the micro-batch.
 _NAMED_SO = re.compile(
     r"(?i)batch_?(re)?norm|inplace_?abn|evonorm(2d)?b|ghost_?norm|switch(able)?_?norm"
 )
 
 _CAPACITIES = ("expert_capacity", "capacity_factor")
-_CAPACITY_OF_A_ROW = ("SwitchTransformersTop1Router",)  # counts tokens by row
+_CAPACITY_OF_A_ROW = ("SwitchTransformersTop1Router",)  # counts tokens per row
 
 
 COUPLED_MODELS = {
@@ -26,7 +26,7 @@ COUPLED_MODELS = {
 
 
 def find_coupled_modules(model: nn.Module) -> Iterator[str]:
-    """Say why micro-batches of a model cannot be divided: a sentence for each kind of module."""
+    """Yield one sentence per kind of module that prevents splitting a micro-batch of this model."""
     training = _training_modules(model)
     found: dict[str, str] = {}
     for name, module in model.named_modules():
@@ -36,7 +36,7 @@ def find_coupled_modules(model: nn.Module) -> Iterator[str]:
 
 
 def rope_boundary(model: nn.Module) -> int | None:
-    """Return the length beyond which a sequence changes longrope's frequencies for all rows."""
+    """Return the sequence length above which longrope changes the frequencies of all rows."""
     lengths = [
         _original_length(m)
         for m in model.modules()
@@ -78,7 +78,7 @@ def _reasons(module: nn.Module, is_training: bool) -> Iterator[tuple[str, str]]:
 
 
 def _rope_types(module: nn.Module) -> list[str]:
-    """List the types of a rotary embedding: several if kinds of layers differ."""
+    """List the types of a rotary embedding; there are several if kinds of layers differ."""
     kinds = getattr(module, "rope_type", None) or ()
     if isinstance(kinds, str):
         return [kinds]
@@ -96,7 +96,7 @@ def _original_length(module: nn.Module) -> int:
 
 
 def _training_modules(model: nn.Module) -> set[nn.Module]:
-    """Find the modules that train after `model.train()`, which may keep some norms frozen."""
+    """Return the modules in training mode after `model.train()`, which may keep norms frozen."""
     before = [(module, module.training) for module in model.modules()]
     model.train()
     training = {module for module in model.modules() if module.training}

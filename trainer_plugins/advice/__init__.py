@@ -1,9 +1,9 @@
-"""advice: what helps against an out-of-memory error, and how it is typed, all in one place.
+"""Collect the remedies against an out-of-memory error, and how to type each, in one place.
 
 To add a remedy, write an entry with its flag at each door, and give it its place in
-`trainer_plugins/advice/for_causes.py`. A message names it, as in `advice.LIGER.flag(Door.TRAINER)`.
-`python -m tests.advice.page` writes `docs/cures_flags.md`. The words of other makers' cards are in
-`trainer_plugins/advice/vendors.py`.
+`trainer_plugins/advice/for_causes.py`. Messages refer to it, as in
+`advice.LIGER.flag(Door.TRAINER)`. `python -m tests.advice.page` writes `docs/cures_flags.md`. The
+terms of other vendors' cards are in `trainer_plugins/advice/vendors.py`.
 """
 
 from trainer_plugins.advice.entry import Advice as Advice

@@ -1,4 +1,4 @@
-"""Advice: one thing that saves memory, with its spelling at each door where it can be typed."""
+"""Advice: one way to save memory, with its spelling at each door where you can type it."""
 
 import re
 from dataclasses import dataclass
@@ -6,15 +6,15 @@ from enum import Enum
 
 
 class Door(Enum):
-    """Names a place where a setting is typed, and which decides how it is spelled."""
+    """Names a place where you type a setting, which determines its spelling."""
 
     TRAINER = "trainer"  # a flag of TrainingArguments on the command line of a script
     ARGUMENTS = "arguments"  # an argument of TrainingArguments, SFTConfig and the like in Python
-    TRL = "trl"  # a flag of TRL's scripts that TrainingArguments does not have
+    TRL = "trl"  # a flag of TRL's scripts, beyond TrainingArguments
     CODE = "code"  # a line of Python in the script
     ACCELERATE = "accelerate"  # a line of accelerate's YAML file
     DEEPSPEED = "deepspeed"  # a key of DeepSpeed's JSON file
-    ENVIRONMENT = "environment"  # a variable that is exported before the launch
+    ENVIRONMENT = "environment"  # a variable to export before the launch
     SHELL = "shell"  # a command
     HYDRA = "hydra"  # an override on the command line of a Hydra app
     VLLM = "vllm"  # a flag of `vllm serve`
@@ -23,7 +23,7 @@ class Door(Enum):
     PLAN = "plan"  # an option of `trainer-plugins plan`
 
 
-# What a caller fills in. Unfilled, the word tells a reader what belongs there.
+# Filled in by the caller. An unfilled blank tells the reader which value belongs there.
 BLANKS = (
     "ROWS", "STEPS", "LENGTH", "COMMAND", "OPTIONS", "PLACE", "PID", "CARD", "CARDS", "SHARE",
     "SIZE", "WORKERS", "SEQUENCES", "LAYER", "LAYERS", "HOW", "MEGABYTES", "CHECKPOINT",
@@ -34,13 +34,13 @@ _FLAG = re.compile(r"--(\w+) ('[^']*'|\S+)")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Advice:
-    """Describes one remedy. Each door has one spelling; an empty one cannot be typed there."""
+    """Describes one remedy, with one spelling per door; an empty one cannot be typed there."""
 
     effect: str  # one clause: "only the inputs of layers are kept for the backward pass"
-    price: str = ""  # what it costs; empty if nothing
-    only_on: tuple[str, ...] = ()  # the vendors for whose cards it is; empty if for all
-    keeps_result: bool = True  # whether the run computes the same as before, except for rounding
-    unfilled: str = ""  # what to write at its first door where the values are not known
+    price: str = ""  # its cost; empty if none
+    only_on: tuple[str, ...] = ()  # vendors whose cards it applies to; empty for all
+    keeps_result: bool = True  # whether the result stays the same, except for rounding
+    unfilled: str = ""  # the text for its first door if the values are unknown
     trainer: str = ""
     arguments: str = ""
     trl: str = ""
@@ -63,7 +63,7 @@ class Advice:
         return found
 
     def flag(self, door: Door, **values: object) -> str:
-        """Spell it for a door and fill its blanks: `flag(Door.TRAINER, rows=4, steps=16)`."""
+        """Return its spelling at a door, blanks filled: `flag(Door.TRAINER, rows=4, steps=16)`."""
         spellings = self.spellings
         text = spellings.get(door, "")
         blanks = {each.lower() for each in _BLANK.findall(text)}
@@ -77,7 +77,7 @@ class Advice:
 
 
 def write_arguments(flags: str) -> str:
-    """Write flags of a command line as arguments of Python.
+    """Convert command-line flags to Python arguments.
 
     >>> write_arguments("--optim adafactor --bf16 True")
     'optim="adafactor", bf16=True'
@@ -90,7 +90,7 @@ def write_arguments(flags: str) -> str:
 
 
 def flags_in(text: str) -> dict[str, str]:
-    """Read the flags of a spelling; there are none if it holds anything else.
+    """Parse the flags of a spelling; empty if it contains anything else.
 
     >>> flags_in("--optim adafactor --kwargs '{}'"), flags_in("loss.item()")
     ({'optim': 'adafactor', 'kwargs': '{}'}, {})
@@ -101,7 +101,7 @@ def flags_in(text: str) -> dict[str, str]:
 
 
 def write_overrides(flags: str, prefix: str) -> str:
-    """Write flags of a command line as Hydra's overrides, each behind a prefix.
+    """Convert command-line flags to Hydra overrides, each with a prefix.
 
     >>> write_overrides("--optim adafactor", "++trainer.args.")
     '++trainer.args.optim=adafactor'

@@ -1,5 +1,5 @@
 # ruff: noqa: F405 (the names of the table come in whole)
-"""FOR_CAUSE lists the remedies of each cause in order, FIRST_IN where a room begins."""
+"""List the remedies of each cause in order (FOR_CAUSE), and where a room starts (FIRST_IN)."""
 
 from collections.abc import Mapping
 from typing import Literal
@@ -7,7 +7,7 @@ from typing import Literal
 from trainer_plugins.advice import *  # noqa: F403
 from trainer_plugins.advice.entry import Advice
 
-# Who gives advice: `explain` of a text, a record or a snapshot; a watched run, a check, ...
+# The sources of advice: `explain` of a text, a record or a snapshot; a watched run, a check, ...
 Room = Literal["text", "record", "snapshot", "watch", "check", "plan"]
 
 LESS_OF_THE_BATCH = (SMALLER_MICRO_BATCH, SURVIVE, CHECKPOINTING, PLAN_THE_RUN)
@@ -22,7 +22,7 @@ _LESS_MAIN_MEMORY = (
 )
 SMALLER_STATES = (FUSED_ADAMW, OFFLOAD_OPTIMIZER, EIGHT_BIT_ADAMW, ADAFACTOR)
 
-# What helps where a micro-batch has one row, which cannot be divided.
+# For a micro-batch of one row, which cannot be divided.
 ONE_ROW = (CHECKPOINTING, REDUCED_EACH_TIME, SURVIVE, SHORTER_ROWS, PRINT_THE_OOM, PLAN_THE_RUN)
 
 # The first that applies leads.
@@ -119,42 +119,42 @@ FOR_CAUSE: Mapping[str, tuple[Advice, ...]] = {
         *LESS_OF_THE_BATCH,
     ),
 }
-# What helps where torch releases its cache again and again, and no OOM ends the run.
+# For a run in which torch flushes its cache again and again without an OOM.
 CACHE_FLUSHES = (EMPTY_CACHE_EACH_STEP, SMALLER_MICRO_BATCH)
-ONLY_RUN = (FEWER_INPUTS, HALF_PRECISION_WEIGHTS)  # where a model is used and not trained
+ONLY_RUN = (FEWER_INPUTS, HALF_PRECISION_WEIGHTS)  # for a model that is used but not trained
 
 
-# What a record shows to apply, whose process it is and which line copied, and no text does.
+# Needs a record, which shows whose process it is or which line copied; a text does not.
 ONLY_OF_RECORDS: Mapping[str, tuple[Advice, ...]] = {
     "engine-share": (END_PROCESS,),
     "foreign": (END_PROCESS,),
     "save-gather": (COPY_IN_MAIN_MEMORY, *SMALLER_STATES),
 }
 
-# A room that knows more, or less, begins with another remedy.
+# A room that knows more, or less, starts with another remedy.
 FIRST_IN: Mapping[tuple[Room, str], Advice] = {
-    # The driver has listed the process, and that it belongs to the user.
+    # The driver listed the process, and that it belongs to the user.
     ("record", "foreign"): END_PROCESS,
-    # It shows how large the outputs are, and one flag is done sooner than a function.
+    # It shows the size of the outputs, and one flag is quicker than a function.
     ("record", "eval-logits"): OUTPUTS_TO_MAIN_MEMORY,
-    # It knows the rows, and counts how many of them fit; no package has to be installed.
+    # It knows the rows, and how many of them fit; no package has to be installed.
     ("record", "logits-loss"): SMALLER_MICRO_BATCH,
-    # A dead worker or the kernel's counter has shown the kill already.
+    # A dead worker or the kernel's counter has already shown the kill.
     ("record", "host-kill"): FEWER_WORKERS,
-    # Where the driver lists the processes, its finding lists them too.
+    # If the driver lists the processes, so does its finding.
     ("watch", "foreign"): OTHER_CARD,
-    # It counts how large /dev/shm has to be, before the container is started for the run.
+    # It computes the necessary size of /dev/shm before the run's container is started.
     ("check", "shm"): LARGER_SHM,
-    # It knows that attention is sdpa already, and that the card has no other kernel for it.
+    # It knows that attention is already sdpa, and that the card has no other kernel for it.
     ("check", "quadratic-attention"): CHECKPOINTING,
-    # It names only what fits when its trace is repeated.
+    # It names only remedies that fit when its trace is repeated.
     ("snapshot", "logits-loss"): SMALLER_MICRO_BATCH,
     ("snapshot", "long-sample"): SMALLER_MICRO_BATCH,
 }
 
 
 def order_remedies(cause: str, room: Room) -> tuple[Advice, ...]:
-    """Return the remedies of a cause, with what a room begins with at the front."""
+    """Return the remedies of a cause, with the room's own first choice at the front."""
     left_out = ONLY_OF_RECORDS.get(cause, ()) if room == "text" else ()
     order = tuple(each for each in FOR_CAUSE[cause] if each not in left_out)
     first = FIRST_IN.get((room, cause))

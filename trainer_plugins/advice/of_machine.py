@@ -1,12 +1,12 @@
-"""Remedies around the run: its card and allocator, inference engines, main memory; how to look."""
+"""Define remedies around the run: card, allocator, inference engines, main memory, diagnosis."""
 
 from dataclasses import replace
 from math import floor
 
 from trainer_plugins.advice.entry import Advice
 
-# Every torch reads this name; the newer PYTORCH_ALLOC_CONF is unknown to torch 2.9 and earlier
-# (pytorch#183387). Alone: max_split_size_mb with it lets reserved memory grow (pytorch#123548).
+# Every torch reads this name; torch 2.9 and earlier do not know the newer PYTORCH_ALLOC_CONF
+# (pytorch#183387). Alone: with max_split_size_mb beside it, reserved memory grows (pytorch#123548).
 EXPANDABLE_SEGMENTS = Advice(
     effect="free pieces of the allocator's segments can be joined",
     price="none as a rule; it does not go with vLLM's sleep mode",
@@ -31,7 +31,7 @@ EXPORT_SETTINGS_FOR_VLLM = Advice(
     effect="the allocator settings of the training process go with vLLM",
     shell='eval "$(trainer-plugins env --vllm)"',
 )
-# Its limit is what set_per_process_memory_fraction sets, and it is taken back after training.
+# set_per_process_memory_fraction sets its limit, which is lifted after training.
 HEADROOM = Advice(
     effect="torch releases its cache earlier, and leaves NCCL 1 to 2 GiB of a large card",
     price="what is left free is lost for tensors",
@@ -41,7 +41,7 @@ MEMORY_FRACTION = replace(
     HEADROOM,
     code="torch.cuda.set_per_process_memory_fraction(0.95)",
 )
-# NCCL 2.24 and later register it by cuMem, which WSL2 and some containers refuse.
+# NCCL 2.24 and later register it through cuMem, which WSL2 and some containers refuse.
 NO_CUMEM_HOST = Advice(
     effect="NCCL shares main memory in the older way, which WSL2 and containers allow",
     environment="NCCL_CUMEM_HOST_ENABLE=0",
@@ -130,7 +130,7 @@ CLOSE_OTHER_PROGRAMS = Advice(
     shell="close other programs that draw or compute",
 )
 
-# Filled in from the share that the run has now (`smaller_share`): a constant might raise it.
+# Computed from the run's current share (`smaller_share`): a constant might raise it.
 SMALLER_ENGINE_SHARE = Advice(
     effect="the engine reserves this share of the card, for weights and KV cache together",
     price="fewer sequences at once in the engine",
@@ -175,12 +175,12 @@ _SHARE_STEP = 0.05
 
 
 def smaller_share(share: float, missing: float = 0.0) -> float:
-    """Lower an engine's share, by what is missing if that is known, and to half of it at most."""
+    """Lower an engine's share by the missing part, if known, but not below half of it."""
     step = max(missing, _SHARE_STEP) if missing else max(share / 8, _SHARE_STEP)
     return floor(round(100 * max(share - step, share / 2), 3)) / 100
 
 
-# Before a larger /dev/shm: it works even where the user may not restart the container.
+# Before a larger /dev/shm: it works even if the user may not restart the container.
 FEWER_WORKERS = Advice(
     effect="each worker holds batches, libraries, a copy of the data set and /dev/shm",
     price="loading does not overlap with training",
@@ -268,7 +268,7 @@ LOOK_AT = Advice(
     code="look at PLACE",
 )
 
-# Where words are taken for an OOM.
+# For errors that are often mistaken for an OOM.
 WAIT_FOR_KERNELS = Advice(
     effect="each call waits for its kernel, so the traceback names the one that fails",
     price="much slower",

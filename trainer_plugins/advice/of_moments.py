@@ -1,4 +1,4 @@
-"""Remedies for what surrounds the steps: loading, evaluation, generation, saving, resuming."""
+"""Define remedies outside the steps: loading, evaluation, generation, saving, resuming."""
 
 from dataclasses import replace
 
@@ -11,8 +11,8 @@ SMALLER_EVAL_BATCH = Advice(
     unfilled="halve --per_device_eval_batch_size",
     code="halve the rows of an evaluation batch, and keep outputs with .cpu()",
 )
-# It comes before OUTPUTS_TO_MAIN_MEMORY where sizes are unknown: an evaluation of 1,000 rows of
-# 1,024 tokens over 128,000 words keeps 524 GB of logits, which main memory does not hold either.
+# Before OUTPUTS_TO_MAIN_MEMORY if sizes are unknown: an evaluation of 1,000 rows of 1,024 tokens
+# over 128,000 words keeps 524 GB of logits, more than main memory.
 ARGMAX_LOGITS = Advice(
     effect="one number is kept a token instead of one for each word of the vocabulary",
     price="compute_metrics gets predictions instead of logits",
@@ -152,7 +152,7 @@ CONVERT_IN_MAIN_MEMORY = Advice(
     price="main memory for the full model; a slower load",
     code='from_pretrained(..., device_map="cpu").to("cuda")',
 )
-# transformers#47404: accelerate counts the weights alone
+# transformers#47404: accelerate counts only the weights
 ROOM_IN_THE_MAP = Advice(
     effect="the weights leave each card room for what else is made there",
     price="all cards together have to hold the weights in less",

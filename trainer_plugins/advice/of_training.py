@@ -1,4 +1,4 @@
-"""Remedies for a training step: its batch, activations, optimizer, weights and shards."""
+"""Define remedies for a training step: its batch, activations, optimizer, weights and shards."""
 
 from trainer_plugins.advice.entry import Advice
 from trainer_plugins.checkpointing import spell
@@ -76,7 +76,7 @@ LIGER = Advice(
     trainer="--use_liger_kernel True",
 )
 # sdpa comes with torch, takes every dtype and is transformers' default. FlashAttention-2 needs a
-# package and 16 bits; it is the remedy only where sdpa is on already and still made the table.
+# package and 16 bits; it is the remedy only if sdpa is already on and still built the table.
 SDPA_ATTENTION = Advice(
     effect="the table of length x length scores is never made",
     price="rounding differs a little",
@@ -100,8 +100,8 @@ FUSED_ADAMW = Advice(
     trainer="--optim adamw_torch_fused",
     code="torch.optim.AdamW(..., fused=True)",
 )
-# Not paged_adamw_8bit: its states move to main memory when the card is full, in managed memory
-# that no plan and no reading counts, and then each step waits for them.
+# Not paged_adamw_8bit: on a full card its states move to main memory, as managed memory that
+# neither plan nor reading counts, and then each step waits for them.
 EIGHT_BIT_ADAMW = Advice(
     effect="optimizer states take 2 instead of 8 bytes a parameter",
     price="needs bitsandbytes; states are rounded to 8 bits",

@@ -1,4 +1,4 @@
-"""Vendor: translates advice, which is written for CUDA, into the words of other cards' makers."""
+"""Vendor: translates advice, which is written for CUDA, into the terms of other vendors' cards."""
 
 import re
 from dataclasses import dataclass, replace
@@ -9,11 +9,11 @@ _MEMORY = r"nvidia-smi --query-gpu=\S+ --format=csv(?: -l 1)?"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vendor:
-    """Names what stands for CUDA's words; what is empty does not exist there."""
+    """Holds a vendor's equivalents of CUDA's terms; empty ones do not exist there."""
 
     name: str
     module: str  # torch's module for these cards
-    seen: str = ""  # a pattern of the words that show it in a log
+    seen: str = ""  # a pattern that identifies it in a log
     processes: str = ""  # the command that lists processes with their memory
     memory: str = ""  # the command that shows how full the cards are
     visible: str = ""  # the variable that chooses cards
@@ -21,7 +21,7 @@ class Vendor:
     expandable: str = ""  # the variable that makes the segments of torch's allocator expandable
 
     def translate(self, words: str) -> str:
-        """Translate words for CUDA; empty if they need what does not exist there."""
+        """Translate words for CUDA; empty if they need a term that does not exist there."""
         own = {
             _PROCESSES: self.processes,
             _MEMORY: self.memory,
@@ -100,7 +100,7 @@ CUDA = Vendor(
     expandable="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
     module="torch.cuda",
 )
-# Windows does not tell nvidia-smi what each process holds, nor does WSL.
+# Neither Windows nor WSL tells nvidia-smi the memory of each process.
 CUDA_ON_WINDOWS = replace(
     CUDA,
     processes="Task Manager, Details, with the column 'Dedicated GPU memory'",
@@ -109,7 +109,7 @@ CUDA_ON_WINDOWS = replace(
 
 
 def vendor_of(device: str, torch_version: str = "", *, is_windows: bool = False) -> Vendor:
-    """Tell whose card a device of torch is; AMD's, cuda too, by the version `2.13.0+rocm7.0`."""
+    """Return the vendor of a torch device; AMD's cuda is known by the version `2.13.0+rocm7.0`."""
     kind = "hip" if "+rocm" in torch_version else device.partition(":")[0]
     known = (each for each in VENDORS if each.name.lower() == kind)
     return next(known, CUDA_ON_WINDOWS if is_windows else CUDA)

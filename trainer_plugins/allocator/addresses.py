@@ -1,4 +1,4 @@
-"""Blocks lie where traces of real cards show them (docs/allocator_traces.md)."""
+"""Places blocks at the addresses seen in traces of real cards (docs/allocator_traces.md)."""
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass
@@ -11,27 +11,27 @@ _TOP = 0x7F00_0000_0000
 
 
 class Addresses(Protocol):
-    """Gives out the addresses of new segments, and takes released ones back."""
+    """Assigns addresses to new segments, and takes back those of released ones."""
 
     def take(self, num_bytes: int) -> int:
         """Return the address of a new segment."""
 
     def give_back(self, address: int, num_bytes: int) -> None:
-        """Note that a segment is released."""
+        """Record the release of a segment."""
 
 
 class ChunkedAddresses:
     """Places segments as the CUDA driver does on Linux: in chunks of 32 MiB or a multiple.
 
-    A segment lies in the newest chunk with room for it, at the lowest place, else in a new chunk:
-    in the highest released range that is large enough, else right below all others.
+    A segment goes into the newest chunk with room, at the lowest free address. Otherwise it gets a
+    new chunk: in the highest released range that is large enough, or else right below all others.
     """
 
     def __init__(self) -> None:
-        self._chunks: list[_Chunk] = []  # the oldest first
-        self._chunk_at: dict[int, _Chunk] = {}  # by the address of a segment
-        self._gaps: list[tuple[int, int]] = []  # released: low and high address
-        self._end = _TOP  # below it address space was never taken
+        self._chunks: list[_Chunk] = []  # oldest first
+        self._chunk_at: dict[int, _Chunk] = {}  # by the address of the segment
+        self._gaps: list[tuple[int, int]] = []  # released ranges: low and high address
+        self._end = _TOP  # the address space below was never used
 
     def take(self, num_bytes: int) -> int:
         for chunk in reversed(self._chunks):
@@ -45,7 +45,7 @@ class ChunkedAddresses:
         return address
 
     def give_back(self, address: int, num_bytes: int) -> None:
-        """Release a segment, and its chunk if it was the last one in it."""
+        """Release a segment, and its chunk if that is now empty."""
         chunk = self._chunk_at.pop(address)
         chunk.segments.remove((address, num_bytes))
         chunk.free_bytes += num_bytes
@@ -56,7 +56,7 @@ class ChunkedAddresses:
         for gap in [gap for gap in self._gaps if low == gap[1] or gap[0] == high]:
             self._gaps.remove(gap)
             low, high = min(low, gap[0]), max(high, gap[1])
-        if low == self._end:  # what lies below all is as if never taken
+        if low == self._end:  # at the bottom: treat as never used
             self._end = high
         else:
             self._gaps.append((low, high))
@@ -82,7 +82,7 @@ class ChunkedAddresses:
 
 
 class _Chunk:
-    """Holds a range of address space and the segments in it, by address."""
+    """A range of address space with its segments, sorted by address."""
 
     def __init__(self, base: int, num_bytes: int) -> None:
         self.base = base
@@ -94,7 +94,7 @@ class _Chunk:
         return self.base + self.num_bytes
 
     def room_for(self, num_bytes: int) -> int | None:
-        """Return the lowest address with that much room; None if there is none."""
+        """Return the lowest address with enough room; None if there is none."""
         if self.free_bytes < num_bytes:
             return None
         position = self.base
@@ -107,14 +107,14 @@ class _Chunk:
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """Holds a piece of a segment, which `malloc` returns and `free` takes back."""
+    """A piece of a segment, which `malloc` returns and `free` takes back."""
 
     pool: "Pool"
     address: int
     size_bytes: int
-    segment_start: int | None  # where an expandable segment begins; None in others
+    segment_start: int | None  # start of an expandable segment; None for other segments
     mapped: bool
-    number: int  # the order of its segment, or its own; 0 if neither counts
+    number: int  # sequence number of its segment, or its own; 0 if unused
     in_use: bool = False
     prev: "Block | None" = None
     next: "Block | None" = None
@@ -122,11 +122,11 @@ class Block:
 
     @property
     def key(self) -> tuple[int, int, int]:
-        """Return what free blocks are ordered by: the first that is large enough is taken."""
+        """Return the sort key of free blocks: the first that is large enough is taken."""
         return self.size_bytes, self.number, self.address
 
     def sibling(self, address: int, size_bytes: int, *, mapped: bool = True) -> "Block":
-        """Return another piece of the same segment, which is not linked yet."""
+        """Return another piece of the same segment, not linked yet."""
         return Block(self.pool, address, size_bytes, self.segment_start, mapped, self.number)
 
     @property
@@ -135,13 +135,13 @@ class Block:
 
 
 class Pool:
-    """Holds the free blocks of one stream, small or large, in the order of `Block.key`."""
+    """The free blocks of one stream, small or large, in the order of `Block.key`."""
 
     def __init__(self, is_small: bool) -> None:
         self.is_small = is_small
         self.keys: list[tuple[int, int, int]] = []
         self.blocks: dict[tuple[int, int, int], Block] = {}
-        # by address: parts of expandable segments without memory
+        # by address: the unmapped parts of expandable segments
         self.unmapped: dict[int, Block] = {}
 
     def add(self, block: Block) -> None:
@@ -173,7 +173,7 @@ def insert_behind(block: Block, new: Block) -> None:
 
 
 def drop(block: Block) -> None:
-    """Take a free block out of its pool because a neighbour absorbs it."""
+    """Remove a free block that a neighbour absorbs from its pool."""
     if block.mapped:
         block.pool.remove(block)
     else:

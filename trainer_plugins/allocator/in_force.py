@@ -1,4 +1,4 @@
-"""Ask the running torch which allocator settings it uses, and why not those that were asked for."""
+"""Reads the allocator settings that the running torch uses, and explains deviations."""
 
 import os
 from collections.abc import Mapping
@@ -25,12 +25,12 @@ _DEFAULTS: dict[str, Value] = {
 
 @dataclass(frozen=True, slots=True)
 class InForce:
-    """Holds what the allocator of this process uses."""
+    """The settings that the allocator of this process uses."""
 
     text: str = ""  # the text that torch read last, from a variable or a call
-    # what the allocator reports: it wins over the text; None: not set
+    # reported by the allocator, and preferred to the text; None: not set
     known: dict[str, Value | None] = field(default_factory=dict)
-    refusal: str | None = None  # torch's error if it could not read its settings
+    refusal: str | None = None  # torch's error, if it could not read its settings
 
     def value(self, key: str) -> Value | None:
         """Return the value of an option; None if it is not set and has no default."""
@@ -40,13 +40,12 @@ class InForce:
 
 
 def check(asked: str | None = None) -> Finding | None:
-    """Judge whether the allocator of this process uses the settings that were asked for.
+    """Check that the allocator of this process uses the requested settings.
 
-    Asking fixes the settings, as the first use of the card does: torch reads its variables once.
+    The check fixes the settings, as the first use of the card does: torch reads its variables once.
 
     Args:
-        asked: the text that should be in force; None takes what the variables hold, the unified
-            name first.
+        asked: the text that should be in force. Default: the variables', the unified name first.
     """
     variables = Variables.pick(os.environ)
     if asked is None:
@@ -58,19 +57,19 @@ def check(asked: str | None = None) -> Finding | None:
 
 
 def has_expandable_segments() -> bool:
-    """Return whether a variable that torch reads, or a call, asked for expandable segments."""
+    """Return whether a variable that torch reads, or a call, requested expandable segments."""
     variables = Variables.pick(os.environ)
     texts = [variables.texts.get(variables.read_by(gather_machine(os.environ)) or "", "")]
-    # torch before 2.12 has no such call, and any torch may refuse the text.
+    # torch before 2.12 lacks this call, and any version may reject the text.
     with suppress(AttributeError, RuntimeError, ValueError, IndexError):
         texts.append(torch._C._accelerator_getAllocatorSettings())
     return any(InForce(text).value("expandable_segments") for text in texts)
 
 
 def read_in_force() -> InForce | None:
-    """Read what the allocator uses; None if this build cannot tell (no CUDA, before torch 2.12).
+    """Read the allocator's settings; None if this build cannot report them.
 
-    The snapshot of a build with CUDA grows with the run: ask early.
+    Builds without CUDA before torch 2.12 cannot. A CUDA build's snapshot grows: call this early.
     """
     core = torch._C
     snapshot = getattr(core, "_cuda_memorySnapshot", None)
@@ -83,7 +82,7 @@ def read_in_force() -> InForce | None:
         text = text_of() if text_of else ""
         if snapshot is not None:
             known["backend"] = str(core._cuda_getAllocatorBackend())
-            if known["backend"] == "native":  # any other refuses to make a snapshot
+            if known["backend"] == "native":  # other backends refuse to take a snapshot
                 reported = snapshot(None)["allocator_settings"]
     except (RuntimeError, ValueError, IndexError) as error:
         return InForce(refusal=str(error).splitlines()[0])
@@ -105,14 +104,14 @@ def _values_reported(reported: Reported) -> dict[str, Value | None]:
         values["garbage_collection_threshold"] = None
     divisions = reported.get("roundup_power2_divisions")
     values.pop("roundup_power2_divisions", None)
-    # torch 2.9 fills the interval before `>` differently, which no user could know.
+    # torch 2.9 fills the interval before `>` differently, which users cannot know.
     if divisions is not None and hasattr(torch._C, "_accelerator_setAllocatorSettings"):
         values["roundup_power2_divisions"] = tuple(divisions.values())
     return values
 
 
 def verify(asked: str, in_force: InForce, variables: Variables, machine: Machine) -> Finding | None:
-    """Judge whether the settings that were asked for are the ones in use."""
+    """Report requested settings that are not in use."""
     wanted = values_of(read(asked)[0])
     differing = [key for key in wanted if in_force.value(key) != wanted[key]]
     if in_force.refusal is None and not differing:
@@ -133,7 +132,7 @@ def verify(asked: str, in_force: InForce, variables: Variables, machine: Machine
 def _reason(
     wanted: dict[str, Value], in_force: InForce, variables: Variables, machine: Machine
 ) -> tuple[str, str]:
-    """Return why they differ and what to do, by the first cause that applies."""
+    """Return the reason for a difference and its remedy, by the first cause that applies."""
     if in_force.refusal is not None:
         return (
             f"torch refused to read them ({in_force.refusal})",

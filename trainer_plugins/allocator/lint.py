@@ -1,4 +1,4 @@
-"""Judge allocator settings before a launch: names, values and pairs; choose what to export."""
+"""Judges allocator settings before a launch (names, values, pairs), and chooses what to export."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,14 +19,14 @@ OURS = "expandable_segments:True"  # torch's own cure for fragmentation (pytorch
 
 
 def lint(variables: Variables, machine: Machine) -> tuple[Finding, ...]:
-    """Judge the variables of a launch: first the names, then the text of the one that counts."""
+    """Judge the variables of a launch: first their names, then the text that takes effect."""
     own = variables.select_for_platform(machine)
     name = variables.read_by(machine) or next(iter(own), None)
     return (*_names(variables, machine), *(lint_text(own[name], name, machine) if name else ()))
 
 
 def lint_text(text: str, name: str, machine: Machine) -> tuple[Finding, ...]:
-    """Judge one text of settings as torch would find it under `name`."""
+    """Judge a text of settings as torch would find it under `name`."""
     settings, errors = read(text)
     given = f"{name}={text}"
     return (
@@ -156,16 +156,16 @@ def _pairs(settings: Sequence[Setting], given: str, machine: Machine) -> Iterato
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Holds what to export, and one line that says why, even if there is nothing to export."""
+    """The variables to export, and a line of explanation, even if there are none."""
 
     exports: dict[str, str]
     why: str
 
 
 def choose(variables: Variables, machine: Machine) -> Choice:
-    """Choose the allocator settings of a launch; what the user set is kept, under both names.
+    """Choose the allocator settings of a launch. The user's own are kept, under both names.
 
-    torch 2.9 reads only the old one (pytorch#183387), and vLLM looks at one only (vllm#54351).
+    torch 2.9 reads only the old name (pytorch#183387), and vLLM looks at one only (vllm#54351).
     """
     own = variables.select_for_platform(machine)
     if not own:

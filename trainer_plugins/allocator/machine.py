@@ -7,28 +7,28 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 
-TESTED = (2, 13)  # the newest torch whose own parser this package was checked against
+TESTED = (2, 13)  # newest torch whose parser we have compared with ours
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Holds the facts of one launch; the defaults are Linux, CUDA and the newest tested torch."""
+    """Facts about one launch; the defaults are Linux, CUDA and the newest tested torch."""
 
-    torch: tuple[int, int] = TESTED  # patch releases changed no allocator settings
-    rocm: tuple[int, int] | None = None  # the ROCm that torch was built for, if any
+    torch: tuple[int, int] = TESTED  # patch releases have not changed allocator settings
+    rocm: tuple[int, int] | None = None  # the ROCm version that torch was built for, if any
     is_windows: bool = False
     is_wsl: bool = False
-    is_mig: bool = False  # whether the process will see slices of a card instead of whole cards
-    has_vllm: bool = False  # whether vLLM will run inside the training process
+    is_mig: bool = False  # the process will see slices of a card
+    has_vllm: bool = False  # vLLM will run in the training process
 
     @property
     def torch_name(self) -> str:
-        """Return the version as messages write it: torch 2.13."""
+        """Return the version as written in messages: torch 2.13."""
         return f"torch {self.torch[0]}.{self.torch[1]}"
 
 
 def read_torch_version(text: str) -> tuple[tuple[int, int], tuple[int, int] | None]:
-    """Read (major, minor) of a torch build, and the same of ROCm if it is built for it.
+    """Parse (major, minor) of a torch build, and of ROCm if torch was built for it.
 
     >>> read_torch_version("2.13.0+cpu"), read_torch_version("2.10.0+rocm7.0.1")
     (((2, 13), None), ((2, 10), (7, 0)))
@@ -41,7 +41,7 @@ def read_torch_version(text: str) -> tuple[tuple[int, int], tuple[int, int] | No
 
 
 def gather_machine(environ: Mapping[str, str]) -> Machine:
-    """Look at this machine and its torch (if none, the newest tested); vLLM counts if imported."""
+    """Describe this machine and its torch (default: the newest tested); vLLM counts if imported."""
     machine = Machine(
         is_windows=platform.system() == "Windows",
         is_wsl="microsoft" in platform.release().lower(),
@@ -59,14 +59,14 @@ def gather_machine(environ: Mapping[str, str]) -> Machine:
 
 
 def expandable_blocker(machine: Machine) -> str | None:
-    """Say why this machine should run without expandable segments; None if it may use them."""
+    """Return why this machine should not use expandable segments; None if it may."""
     if machine.is_windows:
         return "torch for Windows has no expandable segments (pytorch#189163 adds them after 2.13)"
     if machine.is_wsl:
         return "under WSL the first allocation may fail with expandable segments (pytorch#192330)"
     if machine.rocm is not None and machine.rocm < (7, 0):
         return "torch for ROCm has expandable segments from ROCm 7.0 on (pytorch#179930)"
-    if machine.is_mig:  # they ask NVML for the card: NVML_SUCCESS == r INTERNAL ASSERT
+    if machine.is_mig:  # they query the card through NVML: NVML_SUCCESS == r INTERNAL ASSERT
         return "a MIG slice may lack the NVML rights that expandable segments need (vllm#39874)"
     if machine.has_vllm:
         return (

@@ -1,8 +1,8 @@
-"""AllocatorModel computes which segments CUDA's caching allocator takes, without a card.
+"""AllocatorModel computes the segments that CUDA's caching allocator takes, without a card.
 
-It follows CUDACachingAllocator.cpp and AllocatorConfig.h of torch 2.13, rule by rule and in their
-names. Not modelled: private pools of CUDA graphs, blocks that wait for another stream, and the
-options that `AllocatorRules` has no field for.
+It follows CUDACachingAllocator.cpp and AllocatorConfig.h of torch 2.13 rule by rule, with their
+names. Not modelled: private pools of CUDA graphs, blocks that wait for another stream, and options
+without a field in `AllocatorRules`.
 """
 
 from bisect import bisect_left
@@ -26,7 +26,7 @@ MIN_BLOCK_BYTES = 512  # all sizes are rounded up to a multiple of this
 SMALL_BYTES = 1 * MIB  # the largest allocation of the small pool
 SMALL_SEGMENT_BYTES, LARGE_SEGMENT_BYTES = 2 * MIB, 20 * MIB
 UNLIMITED = 1 << 62
-_MIN_LARGE_BYTES = 10 * MIB  # below this a large allocation shares a segment of the large pool
+_MIN_LARGE_BYTES = 10 * MIB  # smaller requests share a segment of the large pool
 _ROUND_LARGE_BYTES = 2 * MIB
 
 FirstOfASize = Literal["address", "segment", "block"]
@@ -35,22 +35,22 @@ FIRST_OF_A_SIZE: tuple[FirstOfASize, ...] = get_args(FirstOfASize)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorRules:
-    """Holds the settings that decide where memory comes from, in bytes; the defaults are CUDA's."""
+    """The settings that determine where memory comes from, in bytes. Defaults are CUDA's."""
 
     expandable_segments: bool = False
     max_split_bytes: int = UNLIMITED
-    garbage_collection_threshold: float = 0.0  # of the card; 0 is none
-    # of free blocks of one size: that of the lowest address, of the oldest segment, or the oldest
+    garbage_collection_threshold: float = 0.0  # fraction of the card; 0 disables it
+    # Among free blocks of one size: lowest address, oldest segment, or oldest block.
     first_of_a_size: FirstOfASize = "address"
 
 
-# It names a state, as torch.OutOfMemoryError does.
+# Named after a state, like torch.OutOfMemoryError.
 class AllocatorFull(Exception):  # noqa: N818
-    """The card has not that many bytes left, not even after the cache was released."""
+    """The card cannot provide this many bytes, even after releasing the cache."""
 
 
 class AllocatorModel:
-    """Models the allocator of one card; without a capacity it has unlimited memory."""
+    """Models the allocator of one card. Without a capacity, memory is unlimited."""
 
     def __init__(
         self,
@@ -63,18 +63,18 @@ class AllocatorModel:
         self.capacity_bytes = capacity_bytes if capacity_bytes is not None else UNLIMITED
         self.allocated_bytes = self.reserved_bytes = 0
         self.peak_allocated_bytes = self.peak_reserved_bytes = 0
-        self.num_retries = 0  # as torch's `num_alloc_retries`
+        self.num_retries = 0  # like torch's `num_alloc_retries`
         self._num_numbered = 0
         self._pools: dict[tuple[int, bool], Pool] = {}
         self._num_lookups = 0  # the clock of garbage collection
 
     def reset_peaks(self) -> None:
-        """Restart the peaks at what is held now, as `reset_peak_memory_stats` does."""
+        """Reset the peaks to the current values, as `reset_peak_memory_stats` does."""
         self.peak_allocated_bytes = self.allocated_bytes
         self.peak_reserved_bytes = self.reserved_bytes
 
     def malloc(self, num_bytes: int, stream: int = 0) -> Block:
-        """Allocate at least `num_bytes`; AllocatorFull if a retry without cache failed too."""
+        """Allocate at least `num_bytes`; AllocatorFull if even a retry without cache fails."""
         size = round_size(num_bytes)
         is_small = size <= SMALL_BYTES
         pool = self._pools.get((stream, is_small))
@@ -100,7 +100,7 @@ class AllocatorModel:
         return block
 
     def free(self, block: Block) -> None:
-        """Give a block back to its pool, where it merges with its free neighbours."""
+        """Return a block to its pool, where it merges with its free neighbours."""
         self.allocated_bytes -= block.size_bytes
         block.in_use = False
         self._merge(block)
@@ -108,11 +108,11 @@ class AllocatorModel:
         block.pool.add(block)
 
     def empty_cache(self) -> None:
-        """Release segments without a live block, and free pages of expandable segments."""
+        """Release segments without live blocks, and free pages of expandable segments."""
         for pool in sorted(self._pools.values(), key=lambda pool: pool.is_small):
             for block in pool.free_blocks():
                 if pool.blocks.get(block.key) is not block:
-                    continue  # merged into a neighbour on the way
+                    continue  # merged into a neighbour meanwhile
                 if block.segment_start is not None:
                     self._unmap(block)
                 elif not block.is_split:
@@ -127,7 +127,7 @@ class AllocatorModel:
             return None
         block = pool.blocks[pool.keys[index]]
         if block.segment_start is not None:
-            # Of the blocks in expandable segments take the one with the least room to grow.
+            # Of the blocks in expandable segments, take the one with the least room to grow.
             for key in pool.keys[index + 1 :]:
                 other = pool.blocks[key]
                 if block.segment_start is None or room_of(other) >= room_of(block):
@@ -182,7 +182,7 @@ class AllocatorModel:
         rest.last_used = self._num_lookups
         insert_behind(block, rest)
         block.size_bytes = size
-        if self.rules.first_of_a_size == "block":  # what remains is the old one
+        if self.rules.first_of_a_size == "block":  # the remainder is the old block
             block.number = self._next_number()
         block.pool.add(rest)
 
@@ -209,7 +209,7 @@ class AllocatorModel:
         self._addresses.give_back(block.address, block.size_bytes)
 
     def _release_available(self, pool: Pool, size: int) -> bool:
-        """Before the whole cache goes, release just enough blocks that are too large to split."""
+        """Release just enough blocks too large to split, before giving up the whole cache."""
         limit = self.rules.max_split_bytes
         if limit >= UNLIMITED:
             return False
@@ -231,7 +231,7 @@ class AllocatorModel:
         return released >= wanted
 
     def _collect_garbage(self) -> None:
-        """Release the large blocks that were unused longest, until the threshold is kept."""
+        """Release the large blocks unused for longest, until the threshold is met."""
         if not self.rules.garbage_collection_threshold:
             return
         threshold_bytes = int(self.rules.garbage_collection_threshold * self.capacity_bytes)
@@ -254,7 +254,7 @@ class AllocatorModel:
                 missing -= block.size_bytes
                 self._release(block)
 
-    # Expandable segments: each pool has one range of addresses, into which pages are mapped.
+    # Expandable segments: each pool has one address range, and pages are mapped into it.
 
     def _grow_expandable(self, pool: Pool, size: int) -> Block | None:
         candidate = self._addresses_for(pool, size)
@@ -266,7 +266,7 @@ class AllocatorModel:
                 behind, min(size - candidate.size_bytes, behind.size_bytes)
             ):
                 return None
-            candidate = behind  # it has merged with the block before it
+            candidate = behind  # merged with the block before it
         pool.remove(candidate)
         return candidate
 
@@ -337,16 +337,16 @@ class AllocatorModel:
 
 
 def first_of_a_size(torch_version: str) -> FirstOfASize:
-    """Return which of equal free blocks this torch takes.
+    """Return which of several equal free blocks this torch takes.
 
-    pytorch#178362 and #183591; each version's own code gave these addresses in dry runs.
+    See pytorch#178362 and #183591. Each version's own code gave these addresses in dry runs.
     """
     torch = [int(number) for number in torch_version.split(".")[:2]]
     return "segment" if torch >= [2, 13] else "block" if torch == [2, 12] else "address"
 
 
 def round_size(num_bytes: int) -> int:
-    """Return how many bytes are allocated for a request of `num_bytes`."""
+    """Return the size of the block allocated for a request of `num_bytes`."""
     return _round_up(max(num_bytes, MIN_BLOCK_BYTES), MIN_BLOCK_BYTES)
 
 

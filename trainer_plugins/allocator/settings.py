@@ -1,8 +1,8 @@
-"""Read the text of PYTORCH_ALLOC_CONF as torch 2.13 reads it.
+"""Reads the text of PYTORCH_ALLOC_CONF the way torch 2.13 does.
 
-torch reads a number as far as it goes: `128MB` is 128, and `-1` is 2**64 - 1. Such a value carries
-`misread`; in a list, and with another sign than `:` after the key, it is an error here.
-Source: AllocatorConfig.h and .cpp of c10/core and c10/cuda, and the parsers of torch 2.9 to 2.13.
+torch parses a number as far as it can: `128MB` is 128, and `-1` is 2**64 - 1. We mark such a value
+`misread`; in a list, or after a separator other than `:`, it is an error here. Source:
+AllocatorConfig.h and .cpp of c10/core and c10/cuda, and the parsers of torch 2.9 to 2.13.
 """
 
 import re
@@ -21,7 +21,7 @@ _SIZE_MAX = 2**64 - 1
 
 
 class Kind(Enum):
-    """Says how torch reads a value."""
+    """The ways in which torch parses a value."""
 
     FLAG = "True or False, in exactly this spelling"
     COUNT = "a whole number"
@@ -32,11 +32,11 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """Describes one option, and the range in which torch accepts its value."""
+    """One option, and the range of values that torch accepts."""
 
     key: str
     kind: Kind
-    since: tuple[int, int] = (0, 0)  # the first version that knows it, from 2.9 on
+    since: tuple[int, int] = (0, 0)  # first version with this option, from 2.9 on
     minimum: int = 0
     power_of_2: bool = False
     maximum: int | None = None
@@ -68,30 +68,30 @@ OPTION_OF = {option.key: option for option in OPTIONS}
 
 
 class SettingsError(ValueError):
-    """torch refuses a text, or reads it as something else than it says."""
+    """torch rejects a text, or reads it differently than it looks."""
 
 
 class UnknownOptionError(SettingsError):
-    """No torch up to 2.13 knows a key."""
+    """No torch up to 2.13 knows this key."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Holds one option with its value."""
+    """One option with its value."""
 
     key: str
     text: str
     value: Value
-    misread: bool = False  # torch reads only part of the text, or wraps a negative number
+    misread: bool = False  # torch reads part of the text, or wraps a negative number
 
 
 def values_of(settings: Iterable[Setting]) -> dict[str, Value]:
-    """Return the value of each option that is set; of an option given twice the last one counts."""
+    """Return the value of each option that is set; if one is given twice, the last value counts."""
     return {setting.key: setting.value for setting in settings}
 
 
 def parse(text: str) -> dict[str, Value]:
-    """Read the text of PYTORCH_ALLOC_CONF; of several errors the first is raised.
+    """Parse the text of PYTORCH_ALLOC_CONF; raises the first error.
 
     >>> parse("expandable_segments:True, garbage_collection_threshold:0.8")
     {'expandable_segments': True, 'garbage_collection_threshold': 0.8}
@@ -103,7 +103,7 @@ def parse(text: str) -> dict[str, Value]:
 
 
 def read(text: str) -> tuple[tuple[Setting, ...], tuple[SettingsError, ...]]:
-    """Read what can be read, in order, and return all errors, for a linter that names them all."""
+    """Parse every readable entry, in order, and return all errors, for a linter to list."""
     settings: list[Setting] = []
     errors: list[SettingsError] = []
     for entry in _entries(text):
@@ -191,7 +191,7 @@ def _fraction(option: Option, text: str) -> Setting:
 def _divisions(key: str, text: str) -> tuple[int, ...]:
     """Return the divisions of the sixteen intervals as torch 2.10 and later fill them.
 
-    The first interval named also stands for those below it, and `>` for those above the last one.
+    The first interval named also covers those below it, and `>` those above the last one.
     """
     if not text.startswith("["):
         return (_power_of_2(key, text, "divisions"),) * NUM_INTERVALS
@@ -224,7 +224,7 @@ def _power_of_2(key: str, text: str, what: str) -> int:
 
 
 def _against_large_segments(values: dict[str, Value]) -> Iterator[SettingsError]:
-    """Yield an error for each split size below the large segment size, whatever their order."""
+    """Yield an error for each split size below the large segment size, in any order."""
     large = values.get("large_segment_size_mb", 0)
     for key in ("max_split_size_mb", "max_non_split_rounding_mb"):
         value = values.get(key)

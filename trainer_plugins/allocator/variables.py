@@ -1,4 +1,4 @@
-"""The variables that hold allocator settings, and which of them a version of torch reads."""
+"""The variables that hold allocator settings, and which of them each torch version reads."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ HIP = "PYTORCH_HIP_ALLOC_CONF"
 
 
 def names_read(machine: Machine) -> tuple[str, ...]:
-    """Return the names that this torch reads; the first that is set wins, even if set to nothing.
+    """Return the names that this torch reads; the first one set wins, even if it is empty.
 
-    Up to 2.9 CUDA's allocator only reads the old name (pytorch#183387); from 2.10 on the unified
-    one too, last. Checked in CUDA builds of 2.9 to 2.13; the place of the HIP name is from the
+    Up to 2.9, CUDA's allocator only reads the old name (pytorch#183387); from 2.10 on also the
+    unified one, last. Checked in CUDA builds of 2.9 to 2.13; the place of the HIP name is from the
     header.
     """
     hip = (HIP,) if machine.rocm else ()
@@ -22,25 +22,24 @@ def names_read(machine: Machine) -> tuple[str, ...]:
 
 
 def names_known(machine: Machine) -> tuple[str, ...]:
-    """Return the names that mean something on this platform in some version."""
+    """Return the names that some version reads on this platform."""
     return (CUDA, HIP, UNIFIED) if machine.rocm else (CUDA, UNIFIED)
 
 
 @dataclass(frozen=True, slots=True)
 class Variables:
-    """Holds the allocator variables of a process that are set."""
+    """The allocator variables that are set in a process."""
 
     texts: Mapping[str, str]
 
     @classmethod
     def pick(cls, environ: Mapping[str, str]) -> "Variables":
-        """Pick the allocator variables out of an environment."""
         return cls({name: environ[name] for name in (CUDA, HIP, UNIFIED) if name in environ})
 
     def read_by(self, machine: Machine) -> str | None:
-        """Return the name that this torch takes its settings from; None if none is set."""
+        """Return the variable that this torch reads; None if none is set."""
         return next((name for name in names_read(machine) if name in self.texts), None)
 
     def select_for_platform(self, machine: Machine) -> dict[str, str]:
-        """Return the variables that mean something on this platform, with their texts."""
+        """Return the variables that apply to this platform, with their texts."""
         return {name: self.texts[name] for name in names_known(machine) if name in self.texts}

@@ -1,8 +1,8 @@
-"""Callbacks for `transformers.Trainer`, which call the floors below at its events.
+"""Callbacks for `transformers.Trainer`. They translate its events into calls of the rooms below.
 
 To add a callback, write it in a file of this folder. Name it here, in `trainer_plugins/__init__.py`
 and in `trainer_plugins/presets.py`, and give it a file in `configs/hydra/trainer_plugins/callback/`
-and a part of `docs/callbacks.md`. `tests/callbacks/test_contract.py` finds it by itself.
+and a part of `docs/callbacks.md`. `tests/callbacks/test_contract.py` finds it automatically.
 """
 
 from trainer_plugins.callbacks.cuda_cache import CudaCacheCallback as CudaCacheCallback

@@ -11,22 +11,23 @@ from trainer_plugins.upkeep.generation import inside_training
 
 
 class EvaluationCallback(RunCallback):
-    """Tells a callback of the end of every evaluation, even if a Trainer's subclass hides it."""
+    """Notifies a callback of every evaluation's end, even if a subclass of Trainer hides it."""
 
     # A subclass that overrides `evaluate` may not fire `on_evaluate` (open-unlearning's
-    # FinetuneTrainer). Inside training the next event shows the end, outside the wrapped method.
-    # The beginning comes twice inside, by event and method: other callbacks act in between.
+    # FinetuneTrainer). Inside training we then take the next event for the end; outside, the return
+    # of the wrapped method. Inside training the beginning arrives twice, from the event and from
+    # the method, because other callbacks act in between.
 
     def reset(self) -> None:
         super().reset()
-        self.is_end_due = False  # whether an evaluation has begun, and its end is not yet seen
-        self.is_inside = False  # whether an `evaluate` of the Trainer is running
+        self.is_end_due = False  # an evaluation has begun and not ended yet
+        self.is_inside = False  # an `evaluate` of the Trainer is running
 
     def evaluation_begins(self, args: HfArguments, state: HfState, event: Event) -> None:
-        """Handle the beginning of an evaluation; inside training it may be called twice."""
+        """Handle the beginning of an evaluation; inside training this may be called twice."""
 
     def evaluation_ends(self, args: HfArguments, state: HfState, moment: str, event: Event) -> None:
-        """Handle the end of an evaluation (`eval`) or a prediction (`predict`), anywhere."""
+        """Handle the end of any evaluation (`eval`) or prediction (`predict`)."""
 
     def on_init_end(self, *_: object, **__: object) -> None:
         _wrap_evaluate()
@@ -93,7 +94,7 @@ def _telling(evaluate: Method) -> Method:
         callbacks = [
             each
             for each in self.callback_handler.callbacks
-            if isinstance(each, EvaluationCallback) and not each.is_inside  # `super()` is one too
+            if isinstance(each, EvaluationCallback) and not each.is_inside  # not by `super()`
         ]
         event = {"model": self.model, "optimizer": self.optimizer}
         with ExitStack() as stack:
@@ -101,7 +102,7 @@ def _telling(evaluate: Method) -> Method:
                 stack.enter_context(each.evaluating(self.args, self.state, event))
             metrics = evaluate(self, *args, **kwargs)
         for each in callbacks:
-            # Inside training the next event shows the end; a place in the list may be empty now.
+            # Inside training the next event marks the end. By now the callback may be gone.
             is_there = any(each is one for one in self.callback_handler.callbacks)
             if is_there and each.is_end_due and not inside_training():
                 each.on_evaluate(self.args, self.state, self.control, **event)

@@ -1,4 +1,4 @@
-"""The one door from callbacks to the planner, the check and explain; imported when called."""
+"""The only way from callbacks to the planner, the check and explain: imported when called."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ def check_trainer(
 
 
 def plan_before(trainer: object, folder: Path) -> Planned | None:
-    """Return what was planned for a Trainer before it trained."""
+    """Return the plan made for a Trainer before it trained."""
     from trainer_plugins.planner import before
 
     return before.plan_before(trainer, folder)

@@ -1,4 +1,4 @@
-"""RunCallback and the rest of what callbacks share: device, timeline, wrapped methods."""
+"""RunCallback, and the code that all callbacks share: device, timeline, wrapped methods."""
 
 import functools
 import logging
@@ -25,32 +25,32 @@ logger = logging.getLogger(__name__)
 
 Kind = TypeVar("Kind", bound=TrainerCallback)
 
-Event = Mapping[str, object]  # what the Trainer passes to an event by name: the model, and so on
-Method = Callable[..., Any]  # a method of a Trainer, which it gets as its first argument
+Event = Mapping[str, object]  # the Trainer's keyword arguments to an event: the model, ...
+Method = Callable[..., Any]  # a method of a Trainer, which is its first argument
 
-_logged: set[str] = set()  # messages that a process logs only once, by any callback
+_logged: set[str] = set()  # messages that any callback logs once per process
 
 
 class NoModelError(TypeError):
-    """Says that a Trainer passes something other than a model to its events, as setfit's does."""
+    """The Trainer passes something other than a model to its events, as setfit's does."""
 
 
 class RunCallback(TrainerCallback):
-    """Holds a device and a timeline for a callback: those it was given, or the run's own."""
+    """The base of our callbacks: a device and a timeline, passed in or else the run's own."""
 
     def __init__(self, device: Device | None = None, timeline: Timeline | None = None) -> None:
         self._given_device, self._given_timeline = device, timeline
-        self._number = uuid4().int  # this callback and its copies; with copies `id` is ambiguous
+        self._number = uuid4().int  # shared with copies, for which `id` would differ
         self._has_failed = False
         self._users_own: Callable[[], list[TrainerCallback]] = list
         wrap_once("train", RunCallback, _ending_what_raises)
         self.reset()
 
     def reset(self) -> None:
-        """Reset what belongs to one run, for a copy too. Subclasses set such attributes here."""
+        """Reset the state of one run, for a copy too. Subclasses define such attributes here."""
         self._device, self._timeline = self._given_device, self._given_timeline
         self._has_tried_to_open = False
-        self.undo = ExitStack()  # what `end_run` undoes, as callbacks of this stack
+        self.undo = ExitStack()  # the cleanups that `end_run` performs
 
     def begin_run(self) -> None:
         """Forget the previous run, which may have raised: a callback may serve several Trainers."""
@@ -58,11 +58,11 @@ class RunCallback(TrainerCallback):
         self.reset()
 
     def end_run(self) -> None:
-        """Undo what was done for the run. A second call does nothing."""
+        """Clean up after the run. A second call does nothing."""
         self.undo.close()
 
     def run_raises(self) -> None:
-        """Undo the same while an error, or Ctrl-C, leaves `train`: no event comes any more."""
+        """Clean up after an error, or Ctrl-C, that leaves `train`: no more events will come."""
         self.end_run()
 
     def on_train_begin(self, args: HfArguments, state: HfState, *_: object, **event: Any) -> None:
@@ -71,22 +71,21 @@ class RunCallback(TrainerCallback):
             self.run_begins(args, state, event)
 
     def run_begins(self, args: HfArguments, state: HfState, event: Event) -> None:
-        """Act when training begins, unless another callback of this class has precedence."""
+        """Act when training begins, unless another callback of this class takes precedence."""
 
     def on_train_end(self, args: HfArguments, state: HfState, *_: object, **event: object) -> None:
         self.end_run()
 
     def vote_every(self, num_steps: int, args: HfArguments) -> StepEndVote:
-        """Return a vote, every `num_steps` steps, of all ranks that have this callback."""
+        """Return a vote, held every `num_steps` steps, of all ranks that have this callback."""
         question = f"{type(self).__name__} (every {num_steps} step{'s' * (num_steps > 1)})"
         vote = StepEndVote(question, args.ddp_timeout)
         self.undo.callback(vote.leave)
         return vote
 
     def device_for(self, args: HfArguments) -> Device | None:
-        """Return the device, opened at first use; None, logged once, if it cannot be read."""
-        # Not earlier: added late, or for evaluate() alone, it gets no on_init_end or
-        # on_train_begin.
+        """Return the device, opened on first use; None, logged once, if it cannot be read."""
+        # Not in on_train_begin: a callback added late, or for evaluate() alone, does not get it.
         if self._device is None and not self._has_tried_to_open:
             self._has_tried_to_open = True
             with self.harmless():
@@ -97,7 +96,7 @@ class RunCallback(TrainerCallback):
         return self._device
 
     def device_if_first(self, args: HfArguments, state: HfState) -> Device | None:
-        """Return the device; None if it cannot be read, or another callback has precedence."""
+        """Return the device; None if it cannot be read or another callback takes precedence."""
         return None if self.is_second(state) else self.device_for(args)
 
     def timeline_for(self, args: HfArguments) -> Timeline:
@@ -108,7 +107,7 @@ class RunCallback(TrainerCallback):
         return self._timeline
 
     def remark(self, args: HfArguments, step: int, finding: Finding) -> None:
-        """Log a finding and write it into the timeline."""
+        """Log a finding and add it to the timeline."""
         own_logger = logging.getLogger(type(self).__module__)
         own_logger.log(finding.severity, "step %d: %s", step, finding)
         with self.harmless():
@@ -116,9 +115,9 @@ class RunCallback(TrainerCallback):
 
     @contextmanager
     def harmless(self) -> Iterator[None]:
-        """Guard work inside training: log any exception once, and let training go on."""
+        """Guard code that runs inside training: log the first exception and let training go on."""
         # The one place that catches everything: a monitor must not end a run that costs days. The
-        # callback goes on too: if one rank fell silent, the others would wait for its votes.
+        # callback keeps running too: if one rank fell silent, the others would wait for its votes.
         try:
             yield
         except NoModelError as error:
@@ -135,17 +134,17 @@ class RunCallback(TrainerCallback):
     def note_insertion(
         self, handler: CallbackHandler, was_given: Callable[[TrainerCallback], bool]
     ) -> None:
-        """Note that this callback was inserted for the user, and yields to the user's own."""
+        """Mark this callback as inserted by us, so that it yields to the user's own."""
         known = ref(handler)
         self._users_own = lambda: [
             one for one in getattr(known(), "callbacks", []) if not was_given(one)
         ]
 
     def is_second(self, state: HfState) -> bool:
-        """Return whether another callback of this class has precedence; two would each see half."""
+        """Return whether another callback of this class takes precedence: each would see half."""
         if any(isinstance(one, type(self)) for one in self._users_own()):
             return True
-        # All callbacks of a run get the same state; what is not a field of it is never saved.
+        # All callbacks of a run share the state, and attributes beside its fields are never saved.
         numbers = (
             vars(state).setdefault("_memory_callbacks", {}).setdefault(type(self).__name__, [])
         )
@@ -160,17 +159,17 @@ class RunCallback(TrainerCallback):
         return bool(numbers[0] != self._number)
 
     def _keep_first_place(self) -> bool:
-        """Empty the later places of this callback in its Trainer's list; False without any."""
+        """Blank out repeats of this callback in its Trainer's list; return whether it had any."""
         callbacks = _callbacks_being_called()
         numbers = [getattr(one, "_number", None) for one in callbacks]
         places = [place for place, number in enumerate(numbers) if number == self._number]
         for place in places[1:]:
-            # The list is being iterated: removing one would skip the next.
+            # The list is being iterated: removing an item would skip the next.
             callbacks[place] = TrainerCallback()
         return len(places) > 1
 
     def __getstate__(self) -> dict[str, object]:
-        """Return the state of a copy, which belongs to no Trainer and to no run."""
+        """Return the state for a copy, which belongs to no Trainer and no run."""
         copy = object.__new__(type(self))
         copy.__dict__.update(self.__dict__, _users_own=list)
         copy.reset()
@@ -178,7 +177,7 @@ class RunCallback(TrainerCallback):
 
 
 def model_of(event: Event) -> nn.Module:
-    """Return the model that the Trainer passes to an event, or raise NoModelError."""
+    """Return the model that the Trainer passes to an event. Raises NoModelError."""
     model = event.get("model")
     if not isinstance(model, nn.Module):
         raise NoModelError(
@@ -189,16 +188,16 @@ def model_of(event: Event) -> nn.Module:
 
 
 def callback_of(trainer: HfTrainer, kind: type[Kind]) -> Kind | None:
-    """Return the first callback of this kind that a Trainer has."""
+    """Return a Trainer's first callback of this kind."""
     handler = getattr(trainer, "callback_handler", None)  # none yet inside its constructor
     found = (each for each in getattr(handler, "callbacks", ()) if isinstance(each, kind))
     return next(found, None)
 
 
 def calling_trainer() -> HfTrainer | None:
-    """Return the Trainer whose event this is: callbacks get its unwrapped model, but not itself."""
+    """Return the Trainer that fired this event: callbacks get only its unwrapped model."""
     for frame in frames_above():
-        # Only look into frames of methods, and into none above the Trainer's.
+        # Only look at frames of methods, and stop at the Trainer's.
         if frame.f_code.co_varnames[:1] == ("self",):
             owner = frame.f_locals["self"]
             if isinstance(owner, Trainer):
@@ -208,14 +207,14 @@ def calling_trainer() -> HfTrainer | None:
 
 
 def move_before_trackers(callback: TrainerCallback) -> bool:
-    """Move a callback, in an event, before the trackers of `report_to`; False without a list."""
+    """During an event, move a callback before the trackers of `report_to`; False without a list."""
     callbacks = _callbacks_being_called()
     if not any(one is callback for one in callbacks):
         return False
     place = callbacks.index(callback)
     trackers = tuple(INTEGRATION_TO_CALLBACK.values())
     first = next((index for index, one in enumerate(callbacks) if isinstance(one, trackers)), place)
-    # The list is being iterated, at this callback: moving it forward skips and repeats none.
+    # The list is being iterated, at this callback: moving it forward skips and repeats nothing.
     if first < place:
         callbacks.insert(first, callbacks.pop(place))
     return True
@@ -235,7 +234,7 @@ def _callbacks_being_called() -> list[TrainerCallback]:
 def put_around(
     name: str, kind: type[Kind], around: Callable[..., AbstractContextManager[object]]
 ) -> None:
-    """Surround a method of each Trainer that has a callback of this kind, which has no event."""
+    """Wrap a method that has no event, for each Trainer that has a callback of this kind."""
 
     def run_surrounded(method: Method) -> Method:
         def call(self: HfTrainer, *args: object, **kwargs: object) -> object:
@@ -251,8 +250,8 @@ def put_around(
 def wrap_once(
     name: str, kind: type, wrap: Callable[[Method], Method], owner: type = Trainer
 ) -> None:
-    """Wrap a method of `transformers.Trainer`, or a subclass, for a class of callbacks."""
-    # The class and not the instance: a copied Trainer's methods stay its own, and late ones count.
+    """Wrap a method of `transformers.Trainer`, or of a subclass, once per class of callbacks."""
+    # We wrap the class, not the instance: that spares copied Trainers and includes later ones.
     method = getattr(owner, name)
     known: frozenset[type] = getattr(method, "wrapped_for", frozenset())
     if kind not in known:

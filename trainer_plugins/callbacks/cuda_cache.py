@@ -1,4 +1,4 @@
-"""CudaCacheCallback: releases cached memory every few steps, on all ranks, if there is enough."""
+"""CudaCacheCallback: frees cached GPU memory every few steps, on all ranks, when it pays off."""
 
 import logging
 
@@ -13,21 +13,22 @@ logger = logging.getLogger(__name__)
 
 
 class CudaCacheCallback(RunCallback):
-    """Releases cached memory every `interval` optimizer steps, on all ranks, if enough is cached.
+    """Frees cached GPU memory every `interval` steps, on all ranks at once, when it pays off.
 
-    Enough is `min_reclaimable_fraction` of its card on some rank, which a healthy run often has: it
-    is a schedule, not a judgement that other code needs the memory. A release helps other users of
-    the card (NCCL, cuBLAS, a second process of yours) and undoes fragmentation. It does not save an
-    allocation of this process: before one fails, the allocator releases its cache by itself. It is
-    never done because a foreign process needs memory: the cache reserves memory for this run.
+    It acts when any rank has at least `min_reclaimable_fraction` of its GPU cached. Healthy runs
+    often do: this is a schedule, not a sign that other code needs the memory. It helps other users
+    of the GPU (NCCL, cuBLAS, a second process of yours) and undoes fragmentation. It does not
+    rescue an allocation of this process: the allocator frees its cache by itself before one fails.
+    It never acts for another user's process, because the cache reserves memory for your run.
 
     `TrainingArguments.torch_empty_cache_steps` empties the cache before the backward pass of every
-    micro-batch of such a step, needed or not. This callback asks once, after the optimizer step,
-    when least is allocated.
+    micro-batch in such a step, whether that helps or not. This callback checks once, after the
+    optimizer step, when the least memory is allocated.
 
-    Cost: on interval steps one reading and one vote (0.1 ms on one rank, 0.3 ms on two). A release
-    is timed, and recorded in the timeline with the bytes that it freed.
-    `min_reclaimable_fraction=0` releases at every interval.
+    Cost: one reading and one vote on each of these steps (0.1 ms on one rank, 0.3 ms on two). The
+    timeline records each release, with its duration and the bytes freed.
+
+    `min_reclaimable_fraction=0` frees the cache at every interval.
     """
 
     def __init__(

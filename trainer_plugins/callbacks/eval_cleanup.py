@@ -1,4 +1,4 @@
-"""EvalGenerateCleanup: drops what evaluations, and generations inside training, left behind."""
+"""EvalGenerateCleanup: frees memory left by evaluations and by generation inside training."""
 
 import logging
 from contextlib import AbstractContextManager, nullcontext
@@ -16,25 +16,26 @@ from trainer_plugins.upkeep.release import AgreedRelease
 
 logger = logging.getLogger(__name__)
 
-# How often several ranks ask each other, at a step's end, whether a release pays. A single process
-# only notices memory outside torch then: what came long ago does not count as growth.
+# How often multiple ranks vote, at the end of a step, on a release. A single process only notes
+# memory outside torch then, so that older growth does not count as new.
 ASK_EVERY_STEPS = 10
 
 
 class EvalGenerateCleanup(EvaluationCallback):
-    """Cleans up after every evaluation or prediction, and every generation inside training.
+    """Cleans up after every evaluation or prediction, and after generation inside training.
 
-    It drops what they leave: the compiled forward of a static cache with its graph pools, and the
-    manager of continuous batching with its paged cache. What it cannot drop because something else
-    refers to it (a cache object, gathered predictions) is reported with its holder, in an
-    `evaluation-leftover` finding. After an evaluation or prediction, cached blocks are released if
-    that pays: at once in a single process. With several ranks, of which one may have evaluated
-    alone, at the end of the next step that is a multiple of 10, if all have this callback, and not
-    after training. The mode of the model and its gradient checkpointing are not touched.
+    It drops the compiled forward of a static cache with its graph pools, and the manager of
+    continuous batching with its paged cache. If something else still refers to a leftover (a cache
+    object, gathered predictions), an `evaluation-leftover` finding names the holder.
 
-    Cost: two readings after each evaluation, and a vote of the ranks every 10 steps; if something
-    was left, a garbage collection, about 0.1 s. A compiled call that was dropped is compiled again
-    by the next evaluation that needs it.
+    After an evaluation or prediction it also frees cached blocks when that pays off. A single
+    process does so at once. Multiple ranks, of which only one may have evaluated, do so at the end
+    of the next step that is a multiple of 10, if all of them have this callback, and not after
+    training. The callback leaves the mode of the model and its gradient checkpointing alone.
+
+    Cost: two readings per evaluation, and a vote of the ranks every 10 steps. If something was
+    left, also a garbage collection, about 0.1 s. The next evaluation that needs a dropped compiled
+    forward compiles it again.
     """
 
     def reset(self) -> None:
@@ -42,7 +43,7 @@ class EvalGenerateCleanup(EvaluationCallback):
         self._release: AgreedRelease | None = None
         self._allocated_before: int | None = None
         self._has_generated = False
-        self._due: str | None = None  # the moment after which to ask for a release
+        self._due: str | None = None  # moment of the evaluation that made a release due
 
     def run_begins(self, args: HfArguments, state: HfState, event: Event) -> None:
         device = self.device_for(args)
@@ -58,8 +59,8 @@ class EvalGenerateCleanup(EvaluationCallback):
 
     def on_step_begin(self, args: HfArguments, state: HfState, *_: object, **event: object) -> None:
         super().on_step_begin(args, state, **event)
-        # A generation outside an evaluation may be this rank's alone, such as a preview on rank 0:
-        # so no vote, and no comparison with a time before an optimizer step.
+        # Generation outside an evaluation may run on this rank alone, such as a preview on rank 0.
+        # So there is no vote, and no comparison with memory before an optimizer step.
         if self._has_generated:
             with self.harmless():
                 self._drop(state, "generate", model_of(event))
@@ -103,7 +104,7 @@ class EvalGenerateCleanup(EvaluationCallback):
             if finding is not None:
                 self.remark(args, state.global_step, finding)
         self._due = moment
-        # Other ranks may not have evaluated at all: ask them at the end of a step.
+        # Other ranks may not have evaluated: ask them at the end of a step.
         if not has_peers():
             with self.harmless():
                 self._ask(self._release, state)
@@ -111,11 +112,11 @@ class EvalGenerateCleanup(EvaluationCallback):
     def _clean_up_at_the_end(
         self, args: HfArguments, state: HfState, moment: str, event: Event
     ) -> None:
-        """Drop and release after an evaluation outside training; its results are its caller's."""
+        """Clean up after an evaluation outside training, whose results belong to the caller."""
         device = self.device_if_first(args, state)
         with self.harmless():
             self._drop(state, moment, model_of(event))
-            if device is not None and not has_peers():  # it may be one rank's evaluation
+            if device is not None and not has_peers():  # only one rank may be evaluating
                 vote = StepEndVote(type(self).__name__, args.ddp_timeout)
                 release = AgreedRelease(device, self.timeline_for(args), vote)
                 release.consider(state.global_step, f"after {moment}")

@@ -1,4 +1,4 @@
-"""EvaluationGuard: what an evaluation keeps until its end fits, or its first batch reports it."""
+"""EvaluationGuard: forecasts the memory of an evaluation from its first batch."""
 
 import logging
 from collections.abc import Callable, Iterator, Sized
@@ -25,26 +25,26 @@ logger = logging.getLogger(__name__)
 
 
 class EvaluationGuard(RunCallback):
-    """Forecasts at the first batch what an evaluation keeps until its end, and can reduce it.
+    """Forecasts an evaluation's peak memory at its first batch, and can reduce it.
 
     With a `compute_metrics`, and in every `predict`, the Trainer keeps the outputs of all batches
-    on the card, and holds them twice while it joins them. The first batch shows what that will
-    take; a finding reports it if it is more than half of what is free. With `logits_to` the guard
-    then acts, from the first batch on:
+    on the GPU, and needs them twice while it concatenates them. From the first batch the guard
+    forecasts the total. It reports a finding if that is more than half of the free memory. With
+    `logits_to` it then acts, from the first batch on:
 
-    * `"cpu"` moves what is kept to main memory after each batch, as `--eval_accumulation_steps 1`
-      does. Metrics are the same.
+    * `"cpu"` moves the outputs to main memory after each batch, as `--eval_accumulation_steps 1`
+      does. Your metrics stay the same.
     * `"argmax"` keeps the index of the largest logit of each row. Your `compute_metrics` gets a
-      stand-in that answers `argmax` over the last axis, and nothing else. On the first batch it is
-      called with all logits and with the stand-in: unless both give the same, and always in
+      stand-in that answers `argmax` over the last axis, and nothing else. On the first batch the
+      guard calls it with all logits and with the stand-in. If the results differ, and always in
       `predict`, the logits go to main memory instead, and a warning says why.
 
-    What it changes on the Trainer is restored at the end of each evaluation, even if that raises.
+    The guard restores the Trainer at the end of each evaluation, even if that raises.
 
-    Cost: a reading at the first batch, and at each that keeps more than those before. `"cpu"`: main
-    memory, and a copy of what is kept at each batch. `"argmax"`: your metrics of one batch, twice
-    in each evaluation that does not fit; with several ranks two votes. The first guard of a process
-    wraps one method of `transformers.Trainer`.
+    Cost: a reading at the first batch, and at each later batch that is larger than all before.
+    `"cpu"`: main memory, and a copy of each batch's outputs. `"argmax"`: your metrics on one batch,
+    twice in each evaluation that does not fit, and two votes if there are several ranks. The first
+    guard in a process wraps one method of `transformers.Trainer`.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class EvaluationGuard(RunCallback):
 
     def reset(self) -> None:
         super().reset()
-        self._reported = 0  # the highest severity that was reported in this run
+        self._reported = 0  # highest severity reported in this run
 
     @contextmanager
     def around_loop(
@@ -71,11 +71,11 @@ class EvaluationGuard(RunCallback):
         if device is None:
             yield
             return
-        # The Trainer passes each batch's outputs here, before ranks exchange them.
+        # The Trainer calls this with each batch's outputs, before ranks exchange them.
         before = trainer.preprocess_logits_for_metrics, trainer.compute_metrics
         num_steps = trainer.args.eval_accumulation_steps
         num_batches = 0
-        with suppress(TypeError):  # a loader of a data set without a length
+        with suppress(TypeError):  # the data set may have no length
             num_batches = len(dataloader)
         is_evaluation = description == "Evaluation"
         watch = _Watch(self, trainer, device, num_batches, is_evaluation, before[0])
@@ -87,7 +87,7 @@ class EvaluationGuard(RunCallback):
             trainer.args.eval_accumulation_steps = num_steps
 
     def report(self, finding: Finding, trainer: HfTrainer) -> None:
-        """Report a finding, once a run unless it gets worse."""
+        """Report a finding once per run, and again if it gets worse."""
         if finding.severity > self._reported:
             self._reported = finding.severity
             self.remark(trainer.args, trainer.state.global_step, finding)
@@ -98,7 +98,7 @@ class _Watch:
     guard: EvaluationGuard
     trainer: HfTrainer
     device: Device
-    num_batches: int  # 0 for a data set without a length
+    num_batches: int  # 0 if the data set has no length
     is_evaluation: bool
     users_preprocess: Callable[[Any, Any], Any] | None
     num_seen: int = 0
@@ -123,7 +123,7 @@ class _Watch:
         finding = None
         try:
             finding = self._forecast(outputs)
-        finally:  # a reading that fails must not keep the other ranks waiting
+        finally:  # a failed reading must not make the other ranks wait
             if self.num_seen == 1 and self.guard.logits_to == "argmax":
                 self.takes_argmax = self._may_take_argmax(outputs, labels, finding is not None)
         if finding is None or self.takes_argmax:
@@ -142,7 +142,7 @@ class _Watch:
         args, is_on_card = self.trainer.args, self._are_on_card()
         batch_bytes = count_kept_bytes(outputs, as_arrays=not is_on_card) * args.world_size
         reading = (self.device if is_on_card else HostDevice()).read()
-        # What is free, plus what is kept already and part of the forecast.
+        # Free memory, plus the outputs kept so far, which the forecast includes.
         free_bytes = reading.free_bytes + (self.num_seen - 1) * batch_bytes
         if is_on_card:
             free_bytes += reading.cached_bytes + count_kept_bytes(outputs)

@@ -1,4 +1,4 @@
-"""Headroom: torch leaves a part of the card to what is outside its allocator."""
+"""Headroom: reserves part of the GPU for memory outside torch's allocator."""
 
 import logging
 from collections.abc import Iterator
@@ -13,18 +13,18 @@ logger = logging.getLogger(__name__)
 
 
 class Headroom(RunCallback):
-    """Keeps torch's allocator from taking all of the card while a Trainer trains.
+    """Keeps torch's allocator from taking the whole GPU while a Trainer trains.
 
-    NCCL, cuBLAS and CUDA's contexts take memory outside the allocator, and fail if its cache fills
-    the card. With the guard the allocator releases its cache earlier: at the limit, and not only
-    when the card is full. When `train()` returns or raises, the previous limit is restored.
+    NCCL, cuBLAS and CUDA contexts allocate outside torch, and fail if torch's cache fills the GPU.
+    With this guard the allocator frees its cache earlier: at the limit, not only when the GPU is
+    full. The previous limit is restored when `train()` returns or raises.
 
-    Cost: what is left free is lost for tensors; a run that needs it runs out of memory earlier. The
-    first guard of a process wraps one method of `transformers.Trainer`.
+    Cost: tensors cannot use the memory set aside, so a run that needs it runs out of memory
+    earlier. The first guard in a process wraps one method of `transformers.Trainer`.
 
     Args:
-        leave_fraction: the fraction of the card for everything outside torch's allocator, including
-            what is there already. With a plan: `1 - plan.reserved_peak_bytes /
+        leave_fraction: the fraction of the GPU for everything outside torch's allocator, including
+            memory already in use there. With a plan: `1 - plan.reserved_peak_bytes /
             plan.capacity_bytes`.
     """
 

@@ -1,4 +1,4 @@
-"""KVCacheGuard: correct text from `generate` in training, no cache where it is checkpointed."""
+"""KVCacheGuard: correct text from `generate` in training, and no cache under checkpointing."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,18 +17,19 @@ from trainer_plugins.wrapped import base_model
 
 
 class KVCacheGuard(RunCallback):
-    """Makes `generate` inside training correct, with its key-value cache.
+    """Makes `generate` inside training return correct text, and use its key-value cache.
 
     On a model in train mode with gradient checkpointing, `generate` silently returns wrong text.
-    Inside training it therefore runs in eval mode, without checkpointing, with `use_cache=True`
-    unless its caller says otherwise. Each module is restored exactly as it was, even if `generate`
-    raises. `model.config` is not touched. What a training that raised leaves on the model is inert.
+    Inside training the guard therefore runs it in eval mode, without checkpointing, and with
+    `use_cache=True` unless you pass something else. Afterwards each module is restored exactly,
+    even if `generate` raises. `model.config` stays untouched. If training raises, anything left on
+    the model has no effect.
 
-    While gradient checkpointing is on, training forwards get `use_cache=False`: a cache would keep
-    each layer's keys and values, which checkpointing recomputes. transformers 5 builds none then,
-    so nothing changes there; older versions and custom models may. Without checkpointing a backward
-    pass needs them anyway, and models such as T5 round differently without a cache, so training
-    forwards keep theirs.
+    With gradient checkpointing, training forwards get `use_cache=False`: a cache would keep the
+    keys and values of each layer, which checkpointing recomputes. transformers 5 builds none then,
+    so nothing changes there; older versions and custom models may. Without checkpointing the
+    backward pass needs them anyway, and models such as T5 round differently without a cache, so
+    training forwards keep theirs.
     """
 
     def __init__(self) -> None:
@@ -45,8 +46,8 @@ class KVCacheGuard(RunCallback):
 def _switch_to_inference(
     model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> Iterator[None]:
-    # A generation config, by name or as second argument, is the caller's decision on the cache; a
-    # model with a `generate` of its own may not have a cache.
+    # A generation config, by name or as second argument, is the caller's decision about the cache.
+    # A model with its own `generate` may not have a cache.
     if (
         len(args) < 2
         and kwargs.get("generation_config") is None

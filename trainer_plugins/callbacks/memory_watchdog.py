@@ -26,23 +26,23 @@ logger = logging.getLogger(__name__)
 
 
 class MemoryWatchdog(EvaluationCallback):
-    """Reads the device every `every_steps` steps and after each evaluation, prediction and save.
+    """Reads memory every `every_steps` steps and after each evaluation, prediction and save.
 
     Each of these moments has its own peak, and so has `generate` inside training. Readings and
-    findings go to `<output_dir>/_trainer_plugins/memory/rank-<rank>.jsonl`, one line a write, so
-    that they survive a kill. A finding (pressure, foreign memory, fragmentation, leak, host memory,
-    see `docs/findings.md`) is logged once at its own severity, and again when it gets worse.
+    findings go to `<output_dir>/_trainer_plugins/memory/rank-<rank>.jsonl`, one line per write, so
+    they survive a kill. A finding (pressure, foreign memory, fragmentation, leak, host memory: see
+    `docs/findings.md`) is logged once at its own severity, and again when it gets worse.
 
-    Each line that training logs gets `memory/peak_gib` and others (`docs/watchdog.md` lists them),
-    which so reach TensorBoard or the trackers in `report_to`, `state.log_history` and
-    `trainer_state.json`. They are rank 0's. With `prometheus_dir` each rank also writes them to
-    `<prometheus_dir>/trainer_plugins-rank-<rank>.prom`, in bytes, for the textfile collector of
-    node_exporter.
+    Each log line of training also gets `memory/peak_gib` and other metrics (see
+    `docs/watchdog.md`), so they reach TensorBoard and the other trackers in `report_to`,
+    `state.log_history` and `trainer_state.json`. These are rank 0's. With `prometheus_dir` each
+    rank also writes its own to `<prometheus_dir>/trainer_plugins-rank-<rank>.prom`, in bytes, for
+    the textfile collector of node_exporter.
 
     With `stop=True` an ERROR on any rank saves a checkpoint and stops training on all ranks.
 
-    Cost: about 0.1 ms a reading, 0.2 ms on the CPU, and two readings a `generate`; with `stop=True`
-    and several ranks also a vote, about 0.3 ms. See `docs/internals/measured.md`.
+    Cost: about 0.1 ms per reading, 0.2 ms on the CPU, and two readings per `generate`; with
+    `stop=True` and several ranks also a vote, about 0.3 ms. See `docs/internals/measured.md`.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class MemoryWatchdog(EvaluationCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
     ) -> None:
         is_due = state.global_step % self.every_steps == 0
-        # An evaluation or save that follows has its own peak: read training's peak before it.
+        # Read training's peak before an evaluation or a save, which have their own.
         if is_due or control.should_evaluate or control.should_save:
             self._look(args, state, "train")
         super().on_step_end(args, state, control, **event)
@@ -135,7 +135,7 @@ class MemoryWatchdog(EvaluationCallback):
     def on_log(
         self, args: HfArguments, state: HfState, *_: object, logs: dict[str, float], **__: object
     ) -> None:
-        # Only training's own line has both: train() and evaluate() would return the others.
+        # Only training's own lines have both: train() and evaluate() return the others.
         if {"loss", "learning_rate"} <= logs.keys():
             with self.harmless():
                 self._publish(state, logs)
@@ -147,7 +147,7 @@ class MemoryWatchdog(EvaluationCallback):
 
     @contextmanager
     def _separate_peak(self, generations: GenerationPeaks, *_: object) -> Iterator[None]:
-        """Separate the peak of one generation from that of the evaluation or step around it."""
+        """Separate the peak of a generation from that of the evaluation or step around it."""
         with self.harmless():
             generations.begin()
         try:
@@ -181,7 +181,7 @@ class MemoryWatchdog(EvaluationCallback):
         if metrics is None:
             return
         logs.update(metrics)
-        # The Trainer has put a copy of `logs` there before on_log.
+        # The Trainer put a copy of `logs` there before on_log.
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
             state.log_history[-1].update(metrics)
         if self._prometheus is not None:

@@ -1,4 +1,4 @@
-"""OOMReporter: a run that dies of an out-of-memory error leaves what an explanation needs."""
+"""OOMReporter: records the facts that `explain` needs when a run dies of an OOM."""
 
 import atexit
 import logging
@@ -49,25 +49,25 @@ logger = logging.getLogger(__name__)
 
 
 class OOMReporter(RunCallback):
-    """Writes down why `train()`, `evaluate()` or `predict()` ran out of memory.
+    """Records why `train()`, `evaluate()` or `predict()` ran out of memory.
 
-    The record is `<output_dir>/_trainer_plugins/oom-rank<R>.json`, one for each rank that failed,
-    and never replaces an older one: the error's words and numbers, the frames, step and moment,
-    what was alive and what holds it, the batch's shapes, the last readings, the other ranks, the
-    host. One line on stderr says where it is, and `trainer-plugins explain <output_dir>` reads it.
-    The error goes on unchanged, even if nothing can be written. If it ends the program, the
-    explanation is below the traceback, of the first rank that ends.
+    The record is `<output_dir>/_trainer_plugins/oom-rank<R>.json`, one per failed rank. It never
+    replaces an older one. It holds the error's words and numbers, the frames, step and moment, the
+    live tensors and their holders, the batch's shapes, the last readings, the other ranks and the
+    host. A line on stderr gives its path, and `trainer-plugins explain <output_dir>` reads it.
+
+    The original exception propagates, even if nothing can be written. If it ends the program, the
+    first rank to end prints the explanation below the traceback.
 
     When training begins, rank 0 writes `run.json` there: arguments and the model's config without
-    secrets, the strategy in force, versions, card, driver and limits.
+    secrets, the strategy in force, versions, GPU, driver and limits.
 
-    Cost: some milliseconds when training begins, and up to a second when it has failed. The first
-    reporter of a process wraps the three methods of `transformers.Trainer`; a Trainer without this
-    callback is not affected.
+    Cost: some milliseconds when training begins, and up to a second after a failure. The first
+    reporter in a process wraps the three methods of `transformers.Trainer`; Trainers without this
+    callback are not affected.
 
     With `snapshot=True`, on CUDA, torch keeps the last 100,000 allocations of training (2
-    microseconds each, by its own documentation), and writes its own snapshot when the error is
-    thrown.
+    microseconds each, by its own documentation), and writes a snapshot when the error is raised.
     """
 
     def __init__(
@@ -103,10 +103,10 @@ class OOMReporter(RunCallback):
                     )
 
     def run_raises(self) -> None:
-        """Leave torch's history of allocations to `report`, which comes later and writes it."""
+        """Keep torch's history of allocations for `report`, which runs later and writes it."""
 
     def report(self, trainer: HfTrainer, call: str, error: BaseException) -> None:
-        """Note in the timeline, while it is handled, what was raised; record an OOM error."""
+        """While handling an exception, add it to the timeline, and record it if it is an OOM."""
         with self.harmless():
             found = classify(error)
             failure = Failure(
@@ -140,7 +140,7 @@ class OOMReporter(RunCallback):
         return record_oom(error, found, scene)
 
     def _device_of(self, args: HfArguments) -> Device | None:
-        # Without a device everything else is still written, so this logs nothing.
+        # Log nothing: without a device everything else is still written.
         return self._given_device or try_read(lambda: open_device(args.device), None)
 
     def _gather(self, trainer: HfTrainer) -> RunFacts:
@@ -163,8 +163,8 @@ def _write(folder: Path, facts: RunFacts) -> None:
 
 
 def _explain_if_it_ended_the_program(path: Path, words: str) -> None:
-    """Write the explanation below the traceback; of several ranks that failed, the first does."""
-    with suppress(Exception):  # the record is there, and `explain` says what is wrong with it
+    """Print the explanation below the traceback; of several failed ranks only the first does."""
+    with suppress(Exception):  # the record exists, and `explain` reports any problem with it
         record, folder = read_one(path, OomRecord), output_dir_of(path.parent)
         if record is None or words not in map(first_line, find_last_errors()):
             return
@@ -175,7 +175,7 @@ def _explain_if_it_ended_the_program(path: Path, words: str) -> None:
 
 
 def _is_first(folder: Path, began_seconds: float) -> bool:
-    """Return whether no other rank of this run has explained it; ranks come here in any order."""
+    """Return whether this is the first rank of the run to explain it; ranks come in any order."""
     told = folder / "explained"
     with lock(folder):
         if told.exists() and told.stat().st_mtime > began_seconds:
@@ -185,7 +185,7 @@ def _is_first(folder: Path, began_seconds: float) -> bool:
 
 
 def _select_this_run(timeline: Timeline) -> tuple[MemoryReading, ...]:
-    """Return the readings since a training began here; one file may hold several runs."""
+    """Return the readings since training last began; one file may hold several runs."""
     readings: list[MemoryReading] = []
     for each in timeline:
         if isinstance(each, Sample):
@@ -196,7 +196,7 @@ def _select_this_run(timeline: Timeline) -> tuple[MemoryReading, ...]:
 
 
 def _reporting(name: str, method: Method) -> Method:
-    """Let a Trainer that has a reporter tell it what a method raises: there is no event for it."""
+    """Wrap a method to pass its exceptions to the Trainer's reporter: no event does."""
 
     def call(self: HfTrainer, *args: object, **kwargs: object) -> object:
         try:
@@ -211,7 +211,7 @@ def _reporting(name: str, method: Method) -> Method:
 
 
 def _is_inside_another(trainer: HfTrainer) -> bool:
-    """Return whether an outer one of these methods of this Trainer will see the whole traceback."""
+    """Return whether an outer call of these methods on this Trainer will see the full traceback."""
     frames = frames_above()
     code = next(frames).f_code
     return any(frame.f_code is code and frame.f_locals["self"] is trainer for frame in frames)

@@ -1,4 +1,4 @@
-"""Preflight: checks a run before step 1, and refuses it on all ranks together if asked to."""
+"""Preflight: checks a run before step 1, and can refuse it on all ranks together."""
 
 import logging
 from typing import Literal
@@ -13,28 +13,31 @@ from trainer_plugins.upkeep.agreement import RollCall, any_rank
 
 logger = logging.getLogger(__name__)
 
-# The severity from which a training is refused, by the values of `refuse_on`.
+# For each value of `refuse_on`, the lowest severity that refuses a run.
 LIMITS = {"error": Severity.ERROR, "warning": Severity.WARNING}
 
 
 class PreflightError(RuntimeError):
-    """Says why a training is refused before its first step."""
+    """The run was refused before its first step."""
 
 
 class Preflight(RunCallback):
-    """Checks, when training begins, for what usually ends a run hours later.
+    """Checks a run, when training begins, for problems that usually end it hours later.
 
-    It looks at the card and its other users, main memory, the model, the data, the arguments and
-    the environment; docs/check.md lists the checks. Findings go into the timeline of each rank. The
+    It looks at the GPU and its other users, main memory, the model, the data, the arguments and the
+    environment; docs/check.md lists the checks. Findings go into the timeline of each rank. The
     first rank logs all of them, the others only errors.
 
     Cost: up to a second, once. It computes nothing, and changes nothing.
 
     Args:
-        refuse_on: raise before step 1, on all ranks, if a rank has a finding this severe; None only
-            reports. A check that fails by itself never refuses.
-        device: where tensors live; None takes that of the run.
-        timeline: where findings go; None takes the run's.
+        refuse_on: raise before step 1, on all ranks, if any rank has a finding this severe. None
+            only reports. A check that crashes never refuses a run.
+        device: the device of the tensors. Default: the run's.
+        timeline: receives the findings. Default: the run's.
+
+    Raises:
+        PreflightError: when training begins, on every rank, if the run is refused.
     """
 
     def __init__(
@@ -49,7 +52,7 @@ class Preflight(RunCallback):
         self.refuse_on = refuse_on
 
     def run_begins(self, args: HfArguments, state: HfState, event: Event) -> None:
-        """Check the run; PreflightError refuses it if this rank or another one has to."""
+        """Check the run. Raises PreflightError if this rank or another refuses it."""
         roll = RollCall("Preflight")
         if self.refuse_on is not None:
             roll.sign()
@@ -82,7 +85,7 @@ class Preflight(RunCallback):
 
 
 def refusal(mine: list[Finding]) -> str:
-    """Say why a training is refused: because of this rank's findings, or another rank's."""
+    """Explain a refusal by this rank's findings, or point to another rank's."""
     if not mine:
         return "the training is refused before step 1: another rank found why; read its log"
     return "the training is refused before step 1:\n" + "\n".join(f"  {each}" for each in mine)

@@ -1,4 +1,4 @@
-"""ReleaseEarlierRuns: the next trial, and the cell after a failed one, find an empty card."""
+"""ReleaseEarlierRuns: gives the next trial, and the cell after a failed one, an empty GPU."""
 
 import gc
 import logging
@@ -22,27 +22,26 @@ from trainer_plugins.upkeep.released import released
 
 logger = logging.getLogger(__name__)
 
-# The Trainers of this process that have begun a training with this callback.
+# Trainers of this process that have begun training with this callback.
 _known: "WeakSet[HfTrainer]" = WeakSet()
 
 
 class ReleaseEarlierRuns(RunCallback):
-    """Frees what an earlier run of this process still holds, as `released` does.
+    """Frees memory that an earlier run of this process still holds, as `released` does.
 
-    It acts when a Trainer is about to move a model to its card: for a Trainer of this process whose
-    training has failed, and between the trials of `hyperparameter_search`, even after one that ran
-    out of memory. It also collects garbage. What it freed is logged at INFO, with the holders of
-    the rest.
+    It acts when a Trainer is about to move a model to its GPU: after a training in this process has
+    failed, and between the trials of `hyperparameter_search`, even if the last one ran out of
+    memory. It also collects garbage. It logs the bytes freed at INFO, with the holders of the rest.
 
-    A Trainer that has finished, and is still yours, is left alone: use `released(trainer)`.
+    It does not touch a Trainer that has finished and that you still hold: use `released(trainer)`.
 
-    Cost: a garbage collection (0.1 to 0.3 s) whenever a Trainer moves a model to its card. The
-    first of these callbacks in a process wraps one method of `transformers.Trainer`.
+    Cost: a garbage collection (0.1 to 0.3 s) whenever a Trainer moves a model to its GPU. The first
+    of these callbacks in a process wraps one method of `transformers.Trainer`.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        # No event of the Trainer comes before it moves its model.
+        # The Trainer has no event before it moves its model.
         wrap_once("_move_model_to_device", ReleaseEarlierRuns, _release_before)
 
     def run_begins(self, args: HfArguments, state: HfState, event: Event) -> None:

@@ -1,4 +1,4 @@
-"""ResumeGuard: the optimizer's states are never on the card twice when a run is resumed."""
+"""ResumeGuard: keeps a resumed run from holding its optimizer states twice."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,14 +10,15 @@ from trainer_plugins.hf_trainer import HfTrainer
 
 
 class ResumeGuard(RunCallback):
-    """Drops the states that an optimizer is about to replace, before a resumed run loads its own.
+    """Drops the optimizer's current states just before a resumed run loads its own.
 
-    To load a checkpoint of FSDP2, torch first makes states of zeros, and then has two of each on
-    the card until the last one is loaded: more than a step needs. With the guard it is as much as a
-    step needs. Alone and under DDP an optimizer has no states before it loads, and DeepSpeed loads
-    its own, so the guard does nothing there. The loaded states are the same.
+    To load an FSDP2 checkpoint, torch first creates states of zeros. Until the last state is
+    loaded, the GPU holds two of each, which is more than a training step needs. With the guard,
+    loading takes no more than a step, and the loaded states are the same. In a single process and
+    under DDP, an optimizer has no states before it loads, and DeepSpeed loads its own: the guard
+    does nothing there.
 
-    Cost: none. The first guard of a process wraps one method of `transformers.Trainer`.
+    Cost: none. The first guard in a process wraps one method of `transformers.Trainer`.
     """
 
     def __init__(self) -> None:
@@ -38,6 +39,6 @@ class ResumeGuard(RunCallback):
 
 
 def _drop_states(optimizer: Optimizer, loaded: dict[str, object]) -> None:
-    # Loading does not read them (torch/optim/optimizer.py, load_state_dict, torch 2.13), and states
-    # that the loaded dictionary shares stay alive in it.
+    # Loading does not read them (torch/optim/optimizer.py, load_state_dict, torch 2.13). States
+    # shared with the loaded dictionary stay alive in it.
     optimizer.state.clear()

@@ -1,4 +1,4 @@
-"""StrategyInForce: compares the strategy that was asked for with the one that runs."""
+"""StrategyInForce: compares the strategy you asked for with the one that runs."""
 
 import logging
 import os
@@ -25,19 +25,19 @@ logger = logging.getLogger(__name__)
 
 
 class StrategyInForce(RunCallback):
-    """Reports the strategy in force when training begins, and where it differs from what was asked.
+    """Reports the strategy in force when training begins, and any difference from your request.
 
-    Asked is what the file and flags of `accelerate launch`, the environment, TrainingArguments and
-    the allocator's variables say. In force is what the objects of this process show: the wrapper,
-    the ranks, the ZeRO stage, the fraction of parameters that is really sharded, where each part
-    lives, and the allocator's own settings. Where no Preflight does, it also reads in the code of
-    the loss whether the gradients of micro-batches add up instead of averaging. The first rank logs
-    the findings; the strategy and the findings go into the timeline of every rank.
+    Your request is the file and flags of `accelerate launch`, the environment, TrainingArguments
+    and the allocator's variables. The strategy in force is read from the objects of this process:
+    the wrapper, the ranks, the ZeRO stage, the fraction of parameters actually sharded, the
+    location of each part, and the allocator's own settings. Unless a Preflight does so, it also
+    reads the code of the loss, to see whether gradients of micro-batches add up instead of
+    averaging. The first rank logs the findings; every rank's timeline gets strategy and findings.
 
-    When a Trainer with DeepSpeed has been built, and so before DeepSpeed compiles anything, it also
-    reports an extension of torch on which this run would wait forever because an earlier build was
-    cut off. From then on each first build of an extension is a line on stderr, for which it wraps
-    one function of torch.
+    With DeepSpeed, it also reports, once the Trainer is built and before DeepSpeed compiles
+    anything, an extension of torch on which the run would wait forever because an earlier build was
+    interrupted. From then on it prints a line on stderr for each first build of an extension, for
+    which it wraps one function of torch.
 
     It changes nothing else. Cost: some milliseconds, once.
     """
@@ -47,7 +47,7 @@ class StrategyInForce(RunCallback):
     def on_init_end(self, args: HfArguments, state: HfState, *_: object, **__: object) -> None:
         with self.harmless():
             asked = _read_request(args)
-            if asked.family == "DeepSpeed":  # the one that builds before step 1
+            if asked.family == "DeepSpeed":  # the only family that builds before step 1
                 locks = read_locks(os.environ)
                 self._found_before = tuple(lock_findings(locks, find_needed(asked.offload)))
             for finding in self._found_before:
@@ -75,12 +75,12 @@ class StrategyInForce(RunCallback):
                 logger.info("training runs as %s", strategy)
             for finding in found:
                 _log_on_first_rank(finding, args)
-            for finding in (*self._found_before, *found):  # the first were logged already
+            for finding in (*self._found_before, *found):  # the earlier ones were logged already
                 timeline.add(Remark(step=state.global_step, finding=finding))
 
 
 def _judge_summed_gradient(trainer: HfTrainer) -> Finding | None:
-    """Warn of a gradient that is a multiple of what was meant, unless a Preflight does so."""
+    """Warn of a gradient that is a multiple of the intended mean, unless a Preflight does."""
     callbacks = trainer.callback_handler.callbacks
     if any(type(each).__name__ == "Preflight" for each in callbacks):
         return None

@@ -1,4 +1,4 @@
-"""StreamBase: streams a run's frozen base, from before the model moves to the card."""
+"""StreamBase: streams a run's frozen base, starting before the model moves to the GPU."""
 
 import logging
 import traceback
@@ -20,24 +20,24 @@ logger = logging.getLogger(__name__)
 class StreamBase(RunCallback):
     """Streams the frozen base of a LoRA or QLoRA run, as `stream_base` does.
 
-    Given to a Trainer in `callbacks=[...]` it acts before the Trainer moves its model to the card,
-    so the base need not fit there. Load the model to main memory (`device_map="cpu"` for a
+    Pass it to a Trainer in `callbacks=[...]`: it then acts before the Trainer moves its model to
+    the GPU, so the base need not fit there. Load the model to main memory (`device_map="cpu"` for a
     quantised one). After training the base is still streamed, for evaluating, saving and merging;
     `model.cpu()` ends that.
 
-    Cost: as of `stream_base`. The first of these callbacks in a process wraps one method of
+    Cost: that of `stream_base`. The first of these callbacks in a process wraps one method of
     `transformers.Trainer`.
 
     Args:
         resident_layers: as for `stream_base`.
         with_embeddings: as for `stream_base`.
         allow_generation: as for `stream_base`.
-        when: "always"; or "needed", only if the model does not fit on the card of some rank when
-            the Trainer moves it there. `SurviveOOM` has a rung for later: `ladder=(..., "stream")`.
-        on_refusal: "warn" logs why a run cannot be streamed and leaves it as it is; "error" raises.
+        when: "always", or "needed": only if the model does not fit on some rank's GPU when the
+            Trainer moves it there. `SurviveOOM` can stream later: `ladder=(..., "stream")`.
+        on_refusal: if a run cannot be streamed, "warn" logs why and goes on; "error" raises.
 
     Raises:
-        ValueError: a bad argument.
+        ValueError: a bad argument, or a refused run with `on_refusal="error"`.
     """
 
     def __init__(
@@ -59,12 +59,12 @@ class StreamBase(RunCallback):
         self._allow_generation = allow_generation
         self._warned = ""
         self._is_asked, self._is_strict = when == "always", on_refusal == "error"
-        # No event of the Trainer comes before it moves its model.
+        # The Trainer has no event before it moves its model.
         wrap_once("_move_model_to_device", StreamBase, _asking)
 
     @property
     def asked_to_stream(self) -> tuple[int, bool] | None:
-        """Return resident layers and whether embeddings are streamed; None: only if needed."""
+        """Return the resident layers and whether embeddings are streamed; None: only if needed."""
         return (self._resident_layers, self._with_embeddings) if self._is_asked else None
 
     def on_init_end(self, *_: object, **__: object) -> None:
@@ -74,7 +74,7 @@ class StreamBase(RunCallback):
         self._stream_now()
 
     def move(self, trainer: HfTrainer, model: nn.Module, as_trainer: Callable[[], object]) -> None:
-        """Move a model to a Trainer's card: streamed, if that is asked for or needed."""
+        """Move a model to a Trainer's card, streaming it if that is requested or needed."""
         if stream_of(model) is not None:
             return
         why = "" if self._is_asked else _try_to_move(as_trainer, trainer.args)
@@ -105,7 +105,7 @@ class StreamBase(RunCallback):
 
 
 def _try_to_move(move: Callable[[], object], args: HfArguments) -> str:
-    """Move a model; return why not: the first line of an out-of-memory error of any rank."""
+    """Move a model. If any rank runs out of memory, return the error's first line."""
     why = ""
     try:
         move()
@@ -130,10 +130,10 @@ def _asking(method: Method) -> Method:
 
 
 def _stream_base_of(trainer: HfTrainer) -> StreamBase | None:
-    """Return the `StreamBase` that a Trainer has, or will have after its constructor."""
+    """Return the `StreamBase` of a Trainer, including one still in its constructor's arguments."""
     handler = getattr(trainer, "callback_handler", None)
     lists = [handler.callbacks] if handler is not None else _find_constructor_lists()
-    # `SurviveOOM` has one of its own.
+    # `SurviveOOM` has its own.
     found = (getattr(each, "stream_base", each) for one in lists for each in one)
     return next((each for each in found if isinstance(each, StreamBase)), None)
 

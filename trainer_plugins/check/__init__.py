@@ -1,9 +1,8 @@
-"""Checks a run before step 1: facts are gathered in one place, and judged by pure functions.
+"""Check a run before step 1: facts are gathered in one place, and judged by pure functions.
 
 To add a check, write a pure function from facts to a line, and put it into the `CHECKS` of its
-file. What it needs is a field in `trainer_plugins/check/facts.py`, which the `gather_` files fill
-that can read it. `docs/check.md` and `docs/findings.md` explain it, and `tests/check/` plants its
-fault.
+file. Its input is a field in `trainer_plugins/check/facts.py`, filled by each `gather_` file that
+can read it. `docs/check.md` and `docs/findings.md` explain it, and `tests/check/` plants its fault.
 """
 
 import logging
@@ -29,7 +28,7 @@ _GROUPS: tuple[tuple[str, tuple[Check, ...]], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Checklist:
-    """Holds what all checks saw and found, by group."""
+    """Holds the observations and findings of all checks, by group."""
 
     json_properties: ClassVar[tuple[str, ...]] = ("worst",)
 
@@ -47,7 +46,7 @@ class Checklist:
 
 
 def judge(facts: Facts) -> Checklist:
-    """Make every check whose facts are known. It takes milliseconds, and never raises."""
+    """Run every check whose facts are known. Takes milliseconds, and never raises."""
     groups: dict[str, tuple[CheckLine, ...]] = {}
     for name, checks in _GROUPS:
         lines = [line for check in checks if (line := _line(check, facts)) is not None]
@@ -60,7 +59,7 @@ def judge(facts: Facts) -> Checklist:
 
 
 def _line(check: Check, facts: Facts) -> CheckLine | None:
-    """Make one check; if it fails, training and the other checks go on."""
+    """Run one check; if it fails, training and the other checks go on."""
     try:
         return check(facts)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Judges TrainingArguments: what an evaluation, a save and the end of a run will need."""
+"""Judge TrainingArguments: the memory of evaluations and saves, and of the end of a run."""
 
 from collections.abc import Iterator
 
@@ -37,7 +37,7 @@ def one_process(facts: Facts) -> CheckLine | None:
 
 
 def evaluation(facts: Facts) -> CheckLine | None:
-    """Judge what an evaluation keeps until its end."""
+    """Judge the outputs that an evaluation keeps until its end."""
     run = facts.run
     if not run.values:
         return None
@@ -52,7 +52,7 @@ def evaluation(facts: Facts) -> CheckLine | None:
 
 
 def generation(facts: Facts) -> CheckLine | None:
-    """Judge the cache that a generating evaluation needs."""
+    """Judge the KV cache of a generating evaluation."""
     run, model, free = facts.run, facts.model, facts.device_free_bytes
     if model.shape is None or not run.flag("predict_with_generate"):
         return None
@@ -79,7 +79,7 @@ def generation(facts: Facts) -> CheckLine | None:
 
 
 def saves(facts: Facts) -> CheckLine | None:
-    """Judge whether checkpoints can be written, and what they gather."""
+    """Judge whether checkpoints can be written, and how much they gather."""
     run = facts.run
     if "output_dir" not in run.values:
         return None
@@ -90,7 +90,7 @@ def saves(facts: Facts) -> CheckLine | None:
 
 
 def best_model(facts: Facts) -> CheckLine | None:
-    """Judge what loading the best model at the end needs."""
+    """Judge the memory for loading the best model at the end."""
     if not facts.run.flag("load_best_model_at_end"):
         return None
     model, free = facts.model, facts.free_main_bytes
@@ -142,7 +142,7 @@ def gradient(facts: Facts) -> CheckLine | None:
 
 
 def vllm(facts: Facts) -> CheckLine | None:
-    """Judge what vLLM takes of the training card."""
+    """Judge vLLM's share of the training card."""
     share = facts.run.vllm_share
     if not share:
         return None
@@ -231,7 +231,7 @@ def _disk(facts: Facts, run: RunSettings) -> Iterator[Finding]:
     if free is None:
         return
     trainable, frozen = sum(model.trainable_bytes.values()), sum(model.frozen_bytes.values())
-    weights = trainable if 0 < trainable < frozen else trainable + frozen  # adapters alone, or all
+    weights = trainable if 0 < trainable < frozen else trainable + frozen  # adapters only, or all
     has_states = "Adam" in model.optimizer and not run.flag("save_only_model")
     need = weights + (2 * trainable if has_states else 0)
     states = f", {size(2 * trainable)} of optimizer states" if has_states else ""
@@ -251,7 +251,7 @@ def _gathering_save(facts: Facts, run: RunSettings) -> Iterator[Finding]:
     free = facts.free_main_bytes
     if not run.gathers_on_save or run.strategy is None or free is None:
         return
-    weights = 2 * run.strategy.num_params  # 16 bits in any training
+    weights = 2 * run.strategy.num_params  # 16 bits, however it trains
     remedy, door = advice.SAVE_WITHOUT_GATHER, Door.DEEPSPEED
     if run.gathers_on_save.startswith("FSDP"):
         weights = sum(facts.model.homes.values()) * run.strategy.world_size

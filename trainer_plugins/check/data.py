@@ -1,4 +1,4 @@
-"""Judges the rows that are trained on, by a bounded sample of them."""
+"""Judge the training rows by a bounded sample of them."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ _FEWEST = 100  # fewer rows have no meaningful percentiles
 
 
 def lengths(facts: Facts) -> CheckLine | None:
-    """Judge how unequal the rows are: padding, and the row that does not fit."""
+    """Judge how unequal the rows are: padding, and outliers that may not fit."""
     data = facts.data
     if data.unseen:
         finding = Finding(
@@ -37,7 +37,7 @@ def lengths(facts: Facts) -> CheckLine | None:
 
 
 def collator(facts: Facts) -> CheckLine | None:
-    """Judge whether the longest sampled rows make a batch."""
+    """Judge whether the collator can make a batch of the longest sampled rows."""
     if not facts.data.collator_error:
         return None
     finding = Finding.warning(

@@ -1,4 +1,4 @@
-"""Judges what surrounds a launch: allocator settings, the launch file, versions."""
+"""Judge the surroundings of a launch: allocator settings, the launch file, versions."""
 
 import re
 import sys
@@ -15,7 +15,7 @@ from trainer_plugins.finding import Finding
 from trainer_plugins.launch.extensions import find_needed_by, lock_findings
 from trainer_plugins.launch.lint.judge import judge_document
 
-# Variables for debugging, and their costs: "CUDA Environment Variables" of torch's docs.
+# Debugging variables and their costs: "CUDA Environment Variables" in torch's docs.
 _DEBUG = {
     "PYTORCH_NO_CUDA_MEMORY_CACHING": "each tensor is a cudaMalloc: training is many times slower",
     "CUDA_LAUNCH_BLOCKING": "the CPU waits for each kernel",
@@ -24,7 +24,7 @@ _HALVES = ("bfloat16", "float16")
 
 
 def allocator(facts: Facts) -> CheckLine | None:
-    """Judge the settings of the allocator."""
+    """Judge the allocator settings."""
     there = facts.environment
     if not there.versions:
         return None
@@ -56,7 +56,7 @@ def builds(facts: Facts) -> CheckLine | None:
 
 
 def versions(facts: Facts) -> CheckLine | None:
-    """Judge whether the versions are known to leak or to take more than they need."""
+    """Judge whether these versions are known to leak or to waste memory."""
     there = facts.environment
     if not there.versions:
         return None
@@ -67,7 +67,7 @@ def versions(facts: Facts) -> CheckLine | None:
 
 
 def switches(facts: Facts) -> CheckLine | None:
-    """Judge variables that were set for debugging."""
+    """Judge debugging variables that are still set."""
     environ = facts.environment.environ
     on = {name: environ[name] for name in _DEBUG if environ.get(name, "0") not in ("", "0")}
     if not on:
@@ -142,7 +142,7 @@ def _asks_one_rank_to_load(facts: Facts) -> bool:
     )
 
 
-# Add a row for a problem that was read in the code or reported, with its source.
+# Add a row for a problem that was reported or found in the code, with its source.
 _KNOWN = (
     # accelerate/utils/fsdp_utils.py, fsdp2_apply_ac: read in 1.14.0 and 1.15.0
     _KnownVersions(
@@ -177,7 +177,7 @@ _KNOWN = (
         remedy=f"{advice.QUANTISED_EXPERTS.flag(Door.CODE)}; or"
         f" {advice.QUANTISED_EXPERTS.flag(Door.SHELL)}",
     ),
-    # modeling_utils.py, _load_pretrained_model, asks no rank: read and run with 5.23.0
+    # modeling_utils.py, _load_pretrained_model, does not check the rank: read and run with 5.23.0
     _KnownVersions(
         package="transformers",
         since=(5,),

@@ -1,4 +1,4 @@
-"""Facts: everything that the checks judge, as values. The `gather_` modules collect them."""
+"""Facts: the input of all checks, as values. The `gather_` modules collect them."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,8 +16,8 @@ from trainer_plugins.planner.plan import MemoryPlan
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.strategy import Strategy
 
-MUCH = 0.1  # from this part of the available memory on, a need is worth a warning
-LITTLE = 0.01  # below this part of the available memory, a need is not mentioned
+MUCH = 0.1  # warn from this fraction of the available memory on
+LITTLE = 0.01  # below this fraction of the available memory, say nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class Owner:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CardFacts(InstalledCard):
-    """Describes one card of this machine, and who is on it."""
+    """Describes one card of this machine, and the processes on it."""
 
     reading: MemoryReading | None = None  # its memory; None if the driver does not answer
     owners: tuple[Owner, ...] | None = None  # who holds memory on it; None if unknown
@@ -52,7 +52,7 @@ class MainMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """Describes what surrounds a launch: its variables, the versions of packages."""
+    """Describes the surroundings of a launch: its variables, and the versions of packages."""
 
     environ: Mapping[str, str] = field(default_factory=dict)
     machine: Machine = field(default_factory=Machine)
@@ -75,7 +75,7 @@ class ModelShape:
 
     @classmethod
     def read(cls, config: Mapping[str, object]) -> "ModelShape | None":
-        """Read the config of a model of language, or of such a part; None if there is none.
+        """Read the config of a language model, or of such a part of one; None if there is none.
 
         >>> ModelShape.read({"vocab_size": 8, "n_layer": 2, "n_head": 4, "n_embd": 64})
         ModelShape(vocab_size=8, num_layers=2, num_heads=4, num_key_value_heads=4, head_size=16)
@@ -112,43 +112,43 @@ class OtherModel:
     """Describes a model that is alive in addition to the one in training."""
 
     name: str  # its class
-    holder: str  # which variable or object holds it
-    num_bytes: int  # its parameters on the training device, without those that it shares
+    holder: str  # the variable or object that holds it
+    num_bytes: int  # its parameters on the training device, without shared ones
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """Describes the model in training as its objects show it. Sizes in bytes, on this rank."""
+    """Describes the model in training, read from its objects. Sizes in bytes, on this rank."""
 
     shape: ModelShape | None = None
     predicts_tokens: bool = False  # whether its loss needs a logit for each token and word
     makes_no_logits: bool = False  # whether a fused loss avoids them
     trainable_bytes: Mapping[str, int] = field(default_factory=dict)  # by dtype
     frozen_bytes: Mapping[str, int] = field(default_factory=dict)
-    expert_bytes: int = 0  # of experts that one tensor of a layer holds, which is not quantised
-    homes: Mapping[str, int] = field(default_factory=dict)  # by the type of device
+    expert_bytes: int = 0  # of experts stacked in one tensor per layer, which is not quantised
+    homes: Mapping[str, int] = field(default_factory=dict)  # by device type
     others: tuple[OtherModel, ...] = ()
-    is_checkpointing: bool = False  # whether a module of it has checkpointing switched on
+    is_checkpointing: bool = False  # whether any of its modules has checkpointing switched on
     is_cut_off: bool = False  # whether reentrant checkpointing gets inputs that need no gradient
-    attention: str = ""  # the implementation that its config names: sdpa, eager
+    attention: str = ""  # the attention implementation in its config: sdpa, eager
     takes_sdpa: bool = False
-    uses_cache: bool = False  # whether a training forward returns keys and values of each layer
+    uses_cache: bool = False  # whether its training forward returns keys and values of each layer
     optimizer: str = ""  # the class of the optimizer
-    optimizer_state_bytes: int = 0  # the size of its existing states, as after a resume
-    stray_bytes: int = 0  # tensors that the optimizer updates and the model does not have
+    optimizer_state_bytes: int = 0  # the size of its existing states, for example after a resume
+    stray_bytes: int = 0  # tensors that the optimizer updates but the model does not have
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataFacts:
-    """Describes a bounded sample of the rows that are trained on."""
+    """Describes a bounded sample of the training rows."""
 
     lengths: tuple[int, ...] = ()  # tokens in each sampled row, without padding
     num_rows: int | None = None  # the rows of the data set; None if unknown
     pads_in_rows: int = 0  # padding tokens in the sampled rows
     is_packed: bool = False  # whether batches have no padding, because the collator joins rows
     batch_bytes: int = 0  # the size of a batch of the longest sampled rows
-    batch_names: tuple[str, ...] | None = None  # what it has; None if no batch could be made
-    collator_error: str = ""  # what the collator raised for that batch
+    batch_names: tuple[str, ...] | None = None  # the names in it; None if no batch could be made
+    collator_error: str = ""  # the collator's error for that batch
     unseen: str = ""  # why no rows could be sampled
     longest_target: int = 0  # the most tokens of a row that get logits: of labels, if they differ
     longest_evaluation: int = 0  # the same for the evaluation
@@ -162,11 +162,11 @@ class RunSettings:
     values: Mapping[str, object] = field(default_factory=dict)
     has_metrics: bool = False  # whether there is a `compute_metrics`
     reduces_logits: bool = False  # whether there is a `preprocess_logits_for_metrics`
-    logits_to: str = ""  # where an EvaluationGuard puts logits that do not fit: cpu, argmax
+    logits_to: str = ""  # the EvaluationGuard's choice for logits that do not fit: cpu, argmax
     num_cards: int | None = None  # used by this process (DataParallel); None before launch
     local_ranks: int = 1  # the ranks on this machine
     strategy: Strategy | None = None  # the strategy in force; None before the launch
-    gathers_on_save: str = ""  # which setting gathers all weights on the first rank to save them
+    gathers_on_save: str = ""  # the setting that gathers all weights on the first rank for a save
     folder_trouble: str = ""  # why nothing can be written to the output directory
     disk_free_bytes: int | None = None  # free space on the disk of the output directory
 
@@ -185,7 +185,7 @@ class RunSettings:
 
     @property
     def vllm_share(self) -> float:
-        """Return the part of the training card that vLLM takes, asleep or not."""
+        """Return vLLM's share of the training card, asleep or not."""
         if not self.flag("use_vllm") or self.values.get("vllm_mode") == "server":
             return 0.0
         value = self.values.get("vllm_gpu_memory_utilization")
@@ -202,11 +202,11 @@ class RunSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """Holds everything that is known before step 1; None, or empty, is what is unknown."""
+    """Holds everything known before step 1; unknown facts are None or empty."""
 
     cards: tuple[CardFacts, ...] = ()
     no_cards: str = ""  # why there are none
-    driver_trouble: str = ""  # why the driver that is there does not answer
+    driver_trouble: str = ""  # why an installed driver does not answer
     own_pids: frozenset[int] = frozenset()  # of this run on this machine; empty before launch
     device_bytes: int | None = None  # the memory of the training device
     device_free_bytes: int | None = None  # the part of it that is free, or cached by this process
@@ -218,15 +218,15 @@ class Facts:
     model: ModelFacts = field(default_factory=ModelFacts)
     data: DataFacts = field(default_factory=DataFacts)
     run: RunSettings = field(default_factory=RunSettings)
-    accumulation: Accumulation | None = None  # what it does to the gradient; None if unread
+    accumulation: Accumulation | None = None  # its effect on the gradient; None if unread
     plan: MemoryPlan | None = None
     streamed_plan: MemoryPlan | None = None  # with its frozen base streamed, if it does not fit
     no_plan: str = ""  # why there is no plan, if one was requested
-    failed: tuple[str, ...] = ()  # which facts could not be read, and why
+    failed: tuple[str, ...] = ()  # the facts that could not be read, and why
 
     @property
     def fewer_rows(self) -> str:
-        """Say how to have fewer rows at once, with what this run's loss needs for it."""
+        """Suggest fewer rows at once, and the change that this run's loss requires for it."""
         cure = "" if self.accumulation is None else self.accumulation.cure
         return f"fewer rows with more accumulation{f' ({cure})' if cure else ''}"
 
@@ -237,10 +237,10 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class CheckLine:
-    """Holds what one check saw, and what it found."""
+    """Holds the observation and the findings of one check."""
 
     name: str
-    seen: str  # what the check saw, in a few words; shown if it found nothing
+    seen: str  # the observation in a few words; shown if there are no findings
     findings: tuple[Finding, ...] = ()
 
 

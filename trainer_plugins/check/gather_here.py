@@ -1,4 +1,4 @@
-"""Gathers the facts of this machine. It imports no torch, and takes some tenths of a second."""
+"""Gather the facts of this machine. Imports no torch, and takes a few tenths of a second."""
 
 import logging
 import shutil
@@ -32,7 +32,7 @@ _nvml_calls = Patience("trainer_plugins-check", seconds=5.0)
 
 
 class Notes:
-    """Notes which facts could not be read, so that one failure costs one fact."""
+    """Records the facts that could not be read, so that one failure costs one fact."""
 
     def __init__(self) -> None:
         self.failed: list[str] = []
@@ -47,7 +47,7 @@ class Notes:
 
 
 def gather_here(environ: Mapping[str, str]) -> Facts:
-    """Look at the cards, the main memory and the environment of this machine."""
+    """Read the cards, the main memory and the environment of this machine."""
     notes = Notes()
     unread: tuple[ExtensionLock, ...] = ()
     return replace(
@@ -60,7 +60,7 @@ def gather_here(environ: Mapping[str, str]) -> Facts:
 
 
 def main_memory() -> MainMemory:
-    """Look at main memory."""
+    """Read main memory."""
     host, machine, swap = HostDevice(), psutil.virtual_memory(), psutil.swap_memory()
     return MainMemory(
         reading=host.read(),
@@ -73,24 +73,24 @@ def main_memory() -> MainMemory:
 
 
 def environment(environ: Mapping[str, str]) -> Environment:
-    """Look at variables and versions."""
+    """Read variables and versions."""
     return Environment(environ=environ, machine=gather_machine(environ), versions=read_versions())
 
 
 def owner_of(process: GpuProcess, is_peer: bool = False) -> Owner:
-    """Look at a process that holds memory on a card."""
+    """Describe a process that holds memory on a card."""
     try:
         known = psutil.Process(process.pid)
         if known.status() == psutil.STATUS_ZOMBIE:
             return Owner(process=process, command="(ended)", is_orphan=True, is_peer=is_peer)
         command = " ".join(mask_command(known.cmdline()))[:_LONGEST_COMMAND]
         return Owner(process=process, command=command, is_orphan=_is_orphan(known), is_peer=is_peer)
-    except (psutil.Error, OSError):  # it has ended, is outside the container, or is another user's
+    except (psutil.Error, OSError):  # ended, outside the container, or another user's
         return Owner(process=process, is_peer=is_peer)
 
 
 def folder_trouble(folder: Path) -> str:
-    """Say why a folder cannot be written or created; empty if it can."""
+    """Return why a folder cannot be written or created; empty if it can."""
     try:
         with tempfile.TemporaryFile(dir=_existing(folder)):
             return ""

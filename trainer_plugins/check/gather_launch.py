@@ -1,4 +1,4 @@
-"""Gathers the facts of a run that a command line describes. Without a model it imports no torch."""
+"""Gather the facts of a run from its command line. Without a model, imports no torch."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -30,7 +30,7 @@ from trainer_plugins.units import MIB
 
 
 def gather_launch(environ: Mapping[str, str], asked: RunOptions) -> Facts:
-    """Look at this machine, and gather what a command line names; without a model, only flags."""
+    """Read this machine, and the command line's facts; without a model, only its flags."""
     assert isinstance(asked.training_args, Sequence)
     model, values = asked.model, training_arguments(asked.training_args)
     # With a model, the plan reads them, and knows TRL's too.
@@ -67,7 +67,7 @@ def gather_launch(environ: Mapping[str, str], asked: RunOptions) -> Facts:
 
 
 def gather_command(environ: Mapping[str, str], ran: Variations, gpu: str | None) -> Facts:
-    """Look at this machine, and gather what the dry run of a command shows."""
+    """Read this machine, and the facts from a command's dry run."""
     plan, values = ran.plan, ran.arguments
     facts = _add_card(gather_here(environ), gpu)
     run = RunSettings(values=values, folder_trouble=folder_trouble(folder_of(values)))
@@ -81,7 +81,7 @@ def _add_card(facts: Facts, gpu: str | None) -> Facts:
             facts,
             device_bytes=card.capacity_bytes,
             device_free_bytes=card.capacity_bytes,
-            # A size alone tells no kind.
+            # A size alone does not identify the kind of card.
             capability=None if "kernels" in card.guess else card.capability,
         )
     seen = [
@@ -98,7 +98,7 @@ def _add_card(facts: Facts, gpu: str | None) -> Facts:
 
 
 def _add_plan(facts: Facts, asked: RunOptions) -> Facts:
-    """Add a plan, and if it does not fit, one with its frozen base streamed."""
+    """Add a plan; if it does not fit, also one with the frozen base streamed."""
     if asked.gpu is None and facts.device_bytes is not None:
         asked = replace(asked, gpu=f"{facts.device_bytes // MIB}MiB")
     try:

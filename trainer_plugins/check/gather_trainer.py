@@ -1,4 +1,4 @@
-"""Gathers the facts of a Trainer that is about to train, and leaves it as it was. Imports torch."""
+"""Gather the facts of a Trainer that is about to train, without changing it. Imports torch."""
 
 import copy
 import logging
@@ -54,7 +54,7 @@ _MOST_MASKS = 64
 def gather_trainer(
     trainer: HfTrainer, model: nn.Module, optimizer: object, device: Device
 ) -> Facts:
-    """Look at a Trainer when training begins, in up to a second; the model has no wrappers."""
+    """Read a Trainer when training begins, in up to a second; the model has no wrappers."""
     notes = Notes()
     reading, is_card = device.read(), device.name != "cpu"
     card = notes.try_read("the card", partial(_card, device, reading), None) if is_card else None
@@ -119,7 +119,7 @@ def _run(trainer: HfTrainer, optimizer: object) -> RunSettings:
 
 
 def _gathers_on_save(state: Any) -> str:
-    """Say which setting gathers all weights on the first rank to save them; empty if none does."""
+    """Return the setting that gathers all weights on the first rank for a save; empty if none."""
     zero, fsdp = getattr(state, "deepspeed_plugin", None), getattr(state, "fsdp_plugin", None)
     settings = {} if zero is None else zero.deepspeed_config.get("zero_optimization") or {}
     key = "stage3_gather_16bit_weights_on_model_save"
@@ -166,7 +166,7 @@ def _model(trainer: HfTrainer, model: nn.Module, optimizer: object, device_type:
 
 
 def _optimizer_name(optimizer: object) -> str:
-    """Name the class of an optimizer, with its package: those of bitsandbytes are called alike."""
+    """Name the optimizer's class and package: bitsandbytes uses the same class names."""
     package, name = type(optimizer).__module__.split(".")[0], type(optimizer).__name__
     return name if package == "torch" else f"{package}.{name}"
 
@@ -183,14 +183,14 @@ def _is_cut_off(model: nn.Module, base: Any) -> bool:
 
 
 def _has_fused_loss(trainer: HfTrainer, base: nn.Module) -> bool:
-    """Return whether the loss is computed without whole logits: by Liger, or TRL's fused head."""
-    # trl/trainer/utils.py, add_fused_lm_head, replaces the forward of the model.
+    """Return whether the loss avoids full logits: by Liger, or TRL's fused head."""
+    # trl/trainer/utils.py, add_fused_lm_head, replaces the model's forward.
     code = getattr(vars(base).get("forward"), "__code__", None)
     return trainer.args.use_liger_kernel or (code is not None and "fused" in code.co_name)
 
 
 def _others(trainer: HfTrainer, model: nn.Module, device_type: str) -> Iterator[OtherModel]:
-    """Find other live models of the same architecture, with storages of their own."""
+    """Find other live models of the same architecture that have their own storages."""
     inside = {id(module) for each in (model, trainer.model_wrapped) for module in each.modules()}
     own = _storages(model, device_type)
     shapes = Counter(tuple(each.shape) for each in model.parameters())
@@ -217,7 +217,7 @@ def _storages(module: nn.Module, device_type: str) -> dict[int, int]:
 
 
 def _local(tensor: Any) -> torch.Tensor:
-    """Return this rank's part of a tensor: of a DTensor, of a parameter of ZeRO-3."""
+    """Return this rank's part of a tensor: of a DTensor, or of a ZeRO-3 parameter."""
     shard = getattr(tensor, "ds_tensor", None)
     return shard if shard is not None else local_tensor(tensor)
 
@@ -243,7 +243,7 @@ def _data(trainer: HfTrainer, model: nn.Module, run: RunSettings) -> DataFacts:
         lengths = dict(zip(read.rows.tolist(), read.tokens.tolist(), strict=True))
         masks = [_mask_of(dataset[index]) for index in list(lengths)[:_MOST_MASKS]]
         pads = sum(mask.count(0) for mask in masks)
-        if pads:  # then the lengths that were read include padding
+        if pads:  # then the lengths include padding
             lengths = {index: sum(mask) for index, mask in enumerate(masks) if mask}
         longest = sorted(lengths, key=lambda index: -lengths[index])
         longest = longest[: run.rows]
@@ -277,7 +277,7 @@ def _evaluation(trainer: HfTrainer, model: nn.Module, run: RunSettings) -> DataF
 
 
 def _lengths(dataset: Any) -> Lengths:
-    """Return the lengths of rows; of no row if rows have no tokens, as images."""
+    """Return the lengths of rows; none if rows have no tokens, as with images."""
     first = lengths_of([dataset[0]] if len(dataset) else [])
     return lengths_of(dataset, _SECONDS) if first.tokens.any() else lengths_of([])
 
@@ -299,7 +299,7 @@ def _mask_of(row: object) -> list[int]:
 def _collate(
     model: nn.Module, dataset: Any, collate: Any, indices: list[int]
 ) -> tuple[object, str]:
-    """Return a batch of these rows, or what the collator raised for it."""
+    """Return a batch of these rows, or the collator's error."""
     if collate is None or not indices:
         return None, ""
     try:  # the collator is copied, since it may keep a generator; a model that it keeps is not

@@ -1,4 +1,4 @@
-"""Judges the cards of a machine: which are visible, and what else holds memory on them."""
+"""Judge the cards of a machine: which are visible, and who else holds memory on them."""
 
 from collections.abc import Iterator, Sequence
 
@@ -34,7 +34,7 @@ def cards(facts: Facts) -> CheckLine:
 
 
 def memory_of_others(facts: Facts) -> CheckLine | None:
-    """Judge how much other processes hold on each card in use."""
+    """Judge the memory of other processes on each card in use."""
     free, found = [], []
     for card in cards_in_use(facts):
         if card.reading is not None:
@@ -49,7 +49,7 @@ def memory_of_others(facts: Facts) -> CheckLine | None:
 
 
 def earlier_runs(facts: Facts) -> CheckLine | None:
-    """Judge what earlier runs and other ranks have left on the cards in use."""
+    """Judge the leftovers of earlier runs and of other ranks on the cards in use."""
     owners = [owner for card in cards_in_use(facts) for owner in card.owners or ()]
     if not owners:
         return None
@@ -63,7 +63,7 @@ def precision(facts: Facts) -> CheckLine | None:
     known = [(each.capability, each.name) for each in cards_in_use(facts) if each.capability]
     if not known:
         return None
-    capability, name = min(known, key=lambda each: each[0] >= _AMPERE)  # the first old one
+    capability, name = min(known, key=lambda each: each[0] >= _AMPERE)  # the first old one, if any
     if capability >= _AMPERE:
         return CheckLine("precision", "bf16, TF32 and flash attention")
     seen = "no bf16, TF32 or flash attention: fp16"
@@ -189,9 +189,9 @@ def _strays(facts: Facts) -> Iterator[Finding]:
 
 
 def _visible(facts: Facts) -> tuple[list[str], str]:
-    """Return the cards and slices that a process will see, and why entries of the list are lost.
+    """Return the cards and slices that a process will see, and why some entries are lost.
 
-    CUDA reads CUDA_VISIBLE_DEVICES from the left, up to an entry that names nothing.
+    CUDA reads CUDA_VISIBLE_DEVICES from the left, up to the first entry that matches nothing.
     """
     # CUDA C++ Programming Guide, "CUDA Environment Variables"
     text = facts.environment.environ.get(_VISIBLE)
@@ -219,7 +219,7 @@ def _kind(entry: str) -> str:
 
 
 def _match_entry(entry: str, cards: Sequence[CardFacts]) -> list[str]:
-    """Return the UUIDs of the cards or slices that an entry names: a number, or how they begin."""
+    """Return the UUIDs of the cards or slices that an entry names, by number or by prefix."""
     if _kind(entry) == _NUMBER:
         numbers = [int(entry)] if entry.isdecimal() else []
         return [cards[number].uuid for number in numbers if number < len(cards)]

@@ -1,4 +1,4 @@
-"""Judges main memory: how much is free, /dev/shm, the limit of locked memory, swap, WSL."""
+"""Judge main memory: free memory, /dev/shm, the limit of locked memory, swap, WSL."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.units import GIB, MIB, size
 from trainer_plugins.watch.pressure import Budget, host_pressure, judge_shared_memory
 
-_PREFETCH = 2  # batches that each worker holds ready: `prefetch_factor` of torch's DataLoader
+_PREFETCH = 2  # batches that each worker keeps ready: `prefetch_factor` of torch's DataLoader
 _NO_SPILL = (
     "Set 'CUDA - Sysmem Fallback Policy' to 'Prefer No Sysmem Fallback' in NVIDIA's control panel"
 )
@@ -57,7 +57,7 @@ def judge_shared(facts: Facts) -> CheckLine | None:
 
 
 def judge_locked_memory(facts: Facts) -> CheckLine | None:
-    """Judge the limit of locked memory, if a library of this run locks some."""
+    """Judge the limit of locked memory, if a library of this run locks memory."""
     limit = None if facts.main is None else facts.main.memlock_bytes
     if limit is None or limit >= _SMALL_LOCK_BYTES or not (who := ", ".join(_lockers(facts))):
         return None
@@ -72,7 +72,7 @@ def judge_locked_memory(facts: Facts) -> CheckLine | None:
 
 
 def swap(facts: Facts) -> CheckLine | None:
-    """Judge whether main memory is swapped out already, before an offload fills it."""
+    """Judge whether main memory is already being swapped out, before an offload fills it."""
     if facts.main is None or not (places := _offload(facts)):
         return None
     main = facts.main
@@ -115,7 +115,7 @@ CHECKS: tuple[Check, ...] = (main_memory, judge_shared, judge_locked_memory, swa
 
 
 def _offload(facts: Facts) -> dict[str, str]:
-    """Return what is offloaded and where to, by the running strategy or else the launch file."""
+    """Return the offloaded parts and their places, by the running strategy or the launch file."""
     strategy = facts.run.strategy
     return facts.document.offload_devices if strategy is None else dict(strategy.offload)
 

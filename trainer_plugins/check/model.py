@@ -1,4 +1,4 @@
-"""Judges the model that is about to be trained."""
+"""Judge the model that is about to be trained."""
 
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -26,7 +26,7 @@ _STATES = {"AdamW": 2.0, "Adam": 2.0, "SGD": 0.0, "Adafactor": 0.0}
 
 
 def copies(facts: Facts) -> CheckLine | None:
-    """Judge which other models are alive in addition to the one in training."""
+    """Judge which other models are alive besides the one in training."""
     model = facts.model
     if not model.homes:
         return None
@@ -47,7 +47,7 @@ def copies(facts: Facts) -> CheckLine | None:
 
 
 def frozen(facts: Facts) -> CheckLine | None:
-    """Judge whether frozen weights take twice the memory that they need."""
+    """Judge whether frozen weights take twice the necessary memory."""
     model = facts.model
     if not sum(model.frozen_bytes.values()):
         return None
@@ -69,7 +69,7 @@ def frozen(facts: Facts) -> CheckLine | None:
 
 
 def dtypes(facts: Facts) -> CheckLine | None:
-    """Judge where the parameters are, and whether a gradient scaler can work with them."""
+    """Judge where the parameters are, and whether a gradient scaler can handle them."""
     model = facts.model
     if not model.homes:
         return None
@@ -108,13 +108,13 @@ def checkpoints(facts: Facts) -> CheckLine | None:
 
 
 def attention(facts: Facts) -> CheckLine | None:
-    """Judge whether attention stores a score for each pair of tokens, by its kernel."""
+    """Judge whether the attention kernel stores a score for each pair of tokens."""
     model, rows, longest = facts.model, facts.run.rows, max(facts.data.lengths, default=0)
     if model.shape is None or not model.attention:
         return None
     kernel = _kernel(facts, model, model.shape)
     seen = model.attention if kernel is None else f"{model.attention}: {kernel}"
-    # Of the scores, a softmax in float32 and a copy with 16 bits live through the backward pass.
+    # A float32 softmax of the scores and a 16-bit copy stay alive through the backward pass.
     scores = rows * model.shape.num_heads * longest * longest * (4 + 2)
     falls_back = kernel == "all scores"
     if not (falls_back or model.attention == "eager") or scores < LITTLE * _device(facts):
@@ -165,7 +165,7 @@ def cache(facts: Facts) -> CheckLine | None:
 
 
 def logits(facts: Facts) -> CheckLine | None:
-    """Judge how much the logits of a micro-batch take when the loss is computed."""
+    """Judge the memory of a micro-batch's logits when the loss is computed."""
     model, rows, longest = facts.model, facts.run.rows, facts.data.longest_target
     if model.shape is None or not model.predicts_tokens or not longest:
         return None
@@ -199,7 +199,7 @@ def logits(facts: Facts) -> CheckLine | None:
 
 
 def states(facts: Facts) -> CheckLine | None:
-    """Judge whether gradients and optimizer states fit next to the weights."""
+    """Judge whether gradients and optimizer states fit beside the weights."""
     model, free = facts.model, facts.device_free_bytes
     times = _STATES.get(model.optimizer)
     if free is None or times is None or not _is_whole(facts):
@@ -223,7 +223,7 @@ def states(facts: Facts) -> CheckLine | None:
 
 
 def gradients(facts: Facts) -> CheckLine | None:
-    """Judge whether whole gradients, which FSDP keeps between micro-batches, fit on a card."""
+    """Judge whether full gradients, which FSDP keeps between micro-batches, fit on a card."""
     model, free, strategy = facts.model, facts.device_free_bytes, facts.run.strategy
     if free is None or strategy is None or strategy.family != "FSDP":
         return None
@@ -252,7 +252,7 @@ CHECKS: tuple[Check, ...] = (
 
 
 def _device(facts: Facts) -> int:
-    """Return the memory for training (a sleeping vLLM returns its part); if unknown, a PiB."""
+    """Return the memory for training (a sleeping vLLM returns its share); if unknown, a PiB."""
     run, total = facts.run, facts.device_bytes or 1 << 50
     if run.flag("vllm_enable_sleep_mode"):
         return total
@@ -270,7 +270,7 @@ def _kernel(facts: Facts, model: ModelFacts, shape: ModelShape) -> Kernel | None
     """Return the kernel for these shapes; None if it is not torch's attention, or not on CUDA."""
     if model.attention != "sdpa" or facts.capability is None:
         return None
-    data = facts.data  # rows of different lengths get a mask, with which shared keys are repeated
+    data = facts.data  # rows of unequal lengths get a mask, and shared keys are then repeated
     are_padded = not data.is_packed and len(set(data.lengths)) > 1
     return attention_kernel(
         *(_dtype(facts, model), shape.head_size, facts.capability),

@@ -1,4 +1,4 @@
-"""Judges whether a planned run fits its card and its main memory."""
+"""Judge whether a planned run fits on its card and in its main memory."""
 
 from trainer_plugins import advice
 from trainer_plugins.advice import Door
@@ -12,7 +12,7 @@ _ACTIVATIONS = ("activations", "logits and loss")
 
 
 def card(facts: Facts) -> CheckLine | None:
-    """Judge whether the run fits on its card: on an empty one, and on the card as it is now."""
+    """Judge whether the run fits on its card, both empty and with the memory now in use."""
     plan = facts.plan
     if plan is None:
         finding = Finding(

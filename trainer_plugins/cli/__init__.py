@@ -1,4 +1,4 @@
-"""The command `trainer-plugins`; each command is a module that is imported when it is asked for."""
+"""The command `trainer-plugins`; each subcommand is a module, imported when it runs."""
 
 import sys
 from importlib import import_module
@@ -30,7 +30,7 @@ class _Commands(TyperGroup):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.commands: Any = _PANELS  # of which only the names are read
+        self.commands: Any = _PANELS  # only the names are read
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in _PANELS:
@@ -74,14 +74,14 @@ def main() -> None:
     """Run the command line; docs/json.md has the exit codes."""
     buffered = BufferedWriter(_Output(sys.stdout.fileno(), "w", closefd=False))
     is_terminal, encoding = sys.stdout.isatty(), sys.stdout.encoding
-    # The locale may lack a character of a file name.
+    # The locale may not be able to encode every file name.
     sys.stdout = TextIOWrapper(buffered, encoding, "backslashreplace", line_buffering=is_terminal)
     sys.stderr.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     app()
 
 
 class _Output(FileIO):
-    """Writes to standard output, and drops the rest once its reader is gone, as after `| head`."""
+    """Writes to standard output, and drops the rest once the reader is gone, as after `| head`."""
 
     def write(self, data: Any) -> int:
         try:

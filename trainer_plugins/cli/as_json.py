@@ -1,7 +1,7 @@
-"""Prints what a command found as JSON, for other programs; docs/json.md describes it.
+"""Print the result of a command as JSON, for other programs; docs/json.md describes it.
 
-To add a value, write a field with what it means behind it, and run `python -m tests.schemas`;
-`docs/json.md` explains it. A value that goes or changes needs a new `VERSION`.
+To add a value, write a field with a comment on its meaning, and run `python -m tests.schemas`;
+`docs/json.md` explains it. A removed or changed value needs a new `VERSION`.
 """
 
 import json
@@ -9,20 +9,20 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 
-# Within a version keys are only added; `schemas/` has one JSON Schema a command.
+# A version only ever gains keys; `schemas/` has one JSON Schema for each command.
 VERSION = 1
 
 
 def print_json(command: str, found: object, **more: object) -> None:
-    """Print an answer as one object, with the version of its form and the command it answers."""
+    """Print an answer as one object, with the format's version and the command."""
     answer = {"version": VERSION, "command": command, **_plain(found), **_plain(more)}
     print(json.dumps(answer, indent=2))
 
 
 def plain(value: object) -> object:
-    """Return a value as JSON has it: an enum by its name, a dataclass as an object.
+    """Convert a value to JSON types: an enum to its name, a dataclass to an object.
 
-    An object has the fields, and those properties that the class names in `json_properties`.
+    An object has the fields, and those properties that the class lists in `json_properties`.
     """
     if is_dataclass(value) or isinstance(value, Mapping):
         return _plain(value)

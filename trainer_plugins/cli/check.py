@@ -1,4 +1,4 @@
-"""`trainer-plugins check`: find before a launch what usually ends a run hours later."""
+"""`trainer-plugins check`: find, before a launch, the usual causes of a failure hours later."""
 
 import os
 from dataclasses import asdict, fields

@@ -37,7 +37,7 @@ app = typer.Typer(
 _command = partial(app.command, cls=Command)
 _refusing = partial(refuse_bad_input, "configs", ValueError)
 
-# Findings about files that mean something else than they seem to.
+# Findings about files that mean something other than they appear to.
 _MALFORMED = {"config-duplicate-key", "config-wrong-type"}
 
 
@@ -131,7 +131,7 @@ def check(
     """
     here_bytes = None
     if params and host_memory is None:
-        from trainer_plugins.devices.host import HostDevice  # 70 ms, for this alone
+        from trainer_plugins.devices.host import HostDevice  # takes 70 ms, only for this
 
         here_bytes = HostDevice().read().total_bytes
     with _refusing():

@@ -1,4 +1,4 @@
-"""`trainer-plugins env`: print the environment for a launch, or what a bug report needs."""
+"""`trainer-plugins env`: print the environment for a launch, or the facts for a bug report."""
 
 import json
 import os
@@ -19,7 +19,7 @@ app = typer.Typer(add_completion=False)
 
 
 class Shell(str, Enum):
-    """Names the shells whose syntax is known; every POSIX shell reads bash's."""
+    """Names the shells whose syntax we know; every POSIX shell reads bash's."""
 
     BASH = "bash"
     FISH = "fish"

@@ -41,7 +41,7 @@ class ExecCommand(CommandInFront):
     prog = "trainer-plugins exec"
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        # An option that takes a value or none would take the command's first word for one.
+        # An option with an optional value would take the command's first word for it.
         ours = args.index("--") if "--" in args else len(args)
         ask = [_ASK if word == "--fit=ask" else word for word in args[:ours]]
         return super().parse_args(ctx, [*ask, *args[ours:]])
@@ -49,7 +49,7 @@ class ExecCommand(CommandInFront):
 
 @dataclass(frozen=True, kw_only=True)
 class FitOptions:
-    """Says for which cards, and with which changes, `--fit` makes a command fit."""
+    """Holds the cards for `--fit`, and the changes it may make."""
 
     gpu: str | None = option("", "With --fit: the card (default: the fullest visible).")
     num_gpus: int | None = option("", "With --fit: how many cards (default: all visible).")
@@ -110,7 +110,7 @@ def exec_(
         ExecCommand.refuse(
             "name a command after --, as in: trainer-plugins exec -- accelerate launch train.py"
         )
-    anyway = "preset" in given  # the user has said how to train
+    anyway = "preset" in given  # the user chose how to train
     if fit or fit_ask:
         given = {"preset": "survive", **given}
     elif how != FitOptions():
@@ -151,7 +151,7 @@ def _fit(
 
 
 def _run(words: list[str], environ: dict[str, str]) -> None:
-    """Run the command, say at its end if no Trainer had callbacks, and end as it did."""
+    """Run the command, report at its end if no Trainer had callbacks, and exit as it did."""
     with folder_for_marks() as folder:
         try:
             code = run_as_child(words, environ | {MARKS: folder})
@@ -166,7 +166,7 @@ def _run(words: list[str], environ: dict[str, str]) -> None:
 
 
 def _settings(given: dict[str, object], with_vllm: bool) -> dict[str, str]:
-    """Return the allocator settings that are not there yet, and say them."""
+    """Return the allocator settings that are not set yet, and print them."""
     environment = launch_environment(os.environ, with_vllm)
     for finding in environment.findings:
         if finding.code == "extension-lock":
@@ -184,7 +184,7 @@ def _settings(given: dict[str, object], with_vllm: bool) -> dict[str, str]:
 
 
 def _python_path() -> str:
-    """Return PYTHONPATH with the folder of our hook in front, which an exec put there once."""
+    """Return PYTHONPATH with our hook's folder first, and only once."""
     path = os.environ.get("PYTHONPATH")
     theirs = [each for each in path.split(os.pathsep) if each not in _site.__path__] if path else []
     return os.pathsep.join([*_site.__path__, *theirs])
@@ -197,7 +197,7 @@ def _has_guards(given: dict[str, object]) -> bool:
 
 
 def _asks_for_vllm(words: list[str]) -> bool:
-    """Return whether a command has TRL's `--use_vllm`, by default colocated, and no vLLM server."""
+    """Return whether a command has TRL's `--use_vllm` (colocated by default) and no server."""
     text = " ".join(words).lower().replace("-", "_").replace("=", " ")
     refused = ("use_vllm false", "vllm_mode server")
     return "use_vllm" in text and not any(each in text for each in refused)

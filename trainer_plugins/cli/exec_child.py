@@ -1,4 +1,4 @@
-"""Runs a command as a child that behaves as if it had replaced this process."""
+"""Run a command as a child that behaves as if it had replaced this process."""
 
 import ctypes
 import os
@@ -10,17 +10,17 @@ from contextlib import suppress
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _NOT_TO_PASS_ON = {
-    *(signal.SIGKILL, signal.SIGSTOP),  # which no process can
-    *(signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU, signal.SIGCONT),  # the shell's
+    *(signal.SIGKILL, signal.SIGSTOP),  # no process can block these
+    *(signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU, signal.SIGCONT),  # left to the shell
     *(signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGPIPE),
 }
 
 
 def run_as_child(words: list[str], environ: Mapping[str, str]) -> int:
-    """Run a command, pass signals on to it, and return its exit code; -N if signal N ended it.
+    """Run a command, forward signals to it, and return its exit code; -N if signal N ended it.
 
-    A signal that the terminal or the kernel sends reaches the command without us. If this
-    process is killed, the kernel kills the command.
+    Signals from the terminal or the kernel reach the command directly. If this process is killed,
+    the kernel kills the command.
 
     Raises:
         OSError: the command cannot be run.
@@ -30,7 +30,7 @@ def run_as_child(words: list[str], environ: Mapping[str, str]) -> int:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     ignored = {each for each in signal.valid_signals() if signal.getsignal(each) is signal.SIG_IGN}
     passed_on = signal.valid_signals() - ignored - _NOT_TO_PASS_ON
-    # Until this process ends: a signal that also reaches it must not cut off its last line.
+    # Blocked until this process ends: a signal that also reaches it must not cut off its last line.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, passed_on)
     libc, parent = ctypes.CDLL(None), os.getpid()
 
@@ -40,20 +40,20 @@ def run_as_child(words: list[str], environ: Mapping[str, str]) -> int:
         if os.getppid() != parent:
             os._exit(128 + signal.SIGKILL)
 
-    # As after `execve`, the command has what descriptors this process would hand on.
+    # As after `execve`, the command inherits this process's descriptors.
     child = subprocess.Popen(words, env=environ, close_fds=False, preexec_fn=prepare)
     while (code := child.poll()) is None:
         received = signal.sigwaitinfo(passed_on)
-        if received.si_signo != signal.SIGCHLD and received.si_code <= 0:  # a process sent it
+        if received.si_signo != signal.SIGCHLD and received.si_code <= 0:  # sent by a process
             child.send_signal(received.si_signo)
     return code
 
 
 def end_as(code: int) -> None:
-    """End this process as the command ended, also by a signal."""
+    """End this process as the command ended, even if by a signal."""
     if code < 0:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the command has left its own
-        with suppress(OSError):  # of SIGKILL
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the command has left its own core dump
+        with suppress(OSError):  # SIGKILL cannot be reset
             signal.signal(-code, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
         os.kill(os.getpid(), -code)

@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from trainer_plugins.cli.exec import FitOptions
 
 MAY = ("precision", "optim", "peft", "length")
-"""What a user may allow to be changed besides how the same result is computed."""
+"""Changes that need the user's permission; all others keep the result."""
 
 _VOUCHES = "TRAINER_PLUGINS_DRY_VOUCHES"  # of inside/batches.py, which imports torch
 
 
 class NothingFits(PlanError):  # noqa: N818
-    """Says what was tried, none of which fits."""
+    """Lists the attempts, none of which fits."""
 
 
 def fit(
@@ -48,15 +48,15 @@ def fit(
     Args:
         words: the command.
         given: the options of the callbacks, as `attach` takes them.
-        settings: the allocator settings that it will get.
-        how: the cards, and what may be changed.
-        answer: where to print the choice; what is being done is printed to standard error.
-        anyway: whether it trains, as `given`, where nothing fits.
+        settings: its allocator settings.
+        how: the cards, and the changes allowed.
+        answer: where to print the choice; progress goes to standard error.
+        anyway: whether it trains, as `given`, even if nothing fits.
 
     Raises:
-        NothingFits: nothing does that keeps the result.
-        PlanError: there is no plan of this command, a change of `how` is not of `MAY`, or the
-            preset has no SurviveOOM, which is to divide what does not fit.
+        NothingFits: no change that keeps the result makes it fit.
+        PlanError: there is no plan of this command, a change of `how` is not in `MAY`, or the
+            preset lacks SurviveOOM, which would have to divide batches.
     """
     may = how.may or []
     if unknown := {*may} - {*MAY}:
@@ -103,7 +103,7 @@ def fit(
 
 
 def _lines_of(proposal: Proposal, options: Mapping[str, Any]) -> Iterator[str]:
-    """Say what is changed, what it costs, and what to type to have it without a plan."""
+    """Describe the changes and their price, and the command that applies them without a plan."""
     words = f"{', '.join(proposal.changes)}: {size(proposal.margin_bytes)} to spare"
     yield f"{words}. Price: {proposal.price}"
     typed = f"exec --preset {options['preset']}"
@@ -116,7 +116,7 @@ def _lines_of(proposal: Proposal, options: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _choose_cards(gpu: str | None, num_gpus: int | None) -> tuple[Card, int]:
-    """Return the card that is named, or the visible one with the least memory free; and how many.
+    """Return the named card, or the visible GPU with the least free memory; and how many.
 
     Raises:
         PlanError: no card is named, and none is visible.

@@ -1,4 +1,4 @@
-"""`trainer-plugins explain`: explain why a run ran out of memory, and what would have helped."""
+"""`trainer-plugins explain`: explain why a run ran out of memory, and suggest remedies."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`trainer-plugins plan`: predict what a run will need of its card, before it is launched."""
+"""`trainer-plugins plan`: predict the GPU memory of a run before you launch it."""
 
 import shlex
 import shutil
@@ -50,7 +50,7 @@ _OTHER = "Other answers"
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerOptions:
-    """Says what else to print than a plan for a terminal."""
+    """Holds the options for output other than a plan in the terminal."""
 
     search: bool = option(
         MOST_USED,
@@ -105,7 +105,7 @@ def plan(
         if dry.dry_env and not command and run.model is None:
             print(f"torch's build for CUDA is in {fetch(tell)}")
             return
-        # With --model a stray word is a slip of the pen, if it is no program.
+        # With --model, a stray word that is not a program is a typo.
         is_command = bool(command) and (run.model is None or bool(shutil.which(command[0])))
         with interrupt_by_any_signal():
             if is_command:
@@ -119,7 +119,7 @@ def plan(
 
 
 def _refuse_contradictions(answer: AnswerOptions) -> None:
-    """Refuse options that exclude each other, and places that cannot be written or read."""
+    """Refuse mutually exclusive options, and paths that cannot be written or read."""
     html = answer.html
     if answer.search and answer.explain_change:
         raise PlanError("--search and --explain-change ask for different tables: give one")
@@ -136,7 +136,7 @@ def _refuse_contradictions(answer: AnswerOptions) -> None:
 def _answer(
     variations: list[Variations], answer: AnswerOptions, as_json: bool, command: str
 ) -> bool | None:
-    """Print what was asked of a command or of a model, and return whether it fits."""
+    """Print the answer for a command or a model, and return whether it fits."""
     if answer.explain_change:
         plan, saved = variations[0].explain_changes(changes_of(answer.explain_change))
         if as_json:
@@ -163,7 +163,7 @@ def _answer(
 
 
 def _show_search(variations: Sequence[Variations], as_json: bool) -> bool:
-    """Print what a search finds, each line as it comes, and return whether anything fits."""
+    """Print the lines of a search as they come, and return whether anything fits."""
     lines: list[SearchLine] = []
 
     def show_line(line: SearchLine) -> None:

@@ -31,7 +31,7 @@ _QUANTISES = [each.name for each in fields(RunOptions) if each.name.startswith((
 
 @dataclass(frozen=True, kw_only=True)
 class DryOptions:
-    """Says how to run a command that follows `--`."""
+    """Holds the settings for running a command that follows `--`."""
 
     steps: int | None = option(_DRY_RUN, "Optimizer steps to run (default: 2, for --model 3).")
     alone: bool = option(
@@ -55,7 +55,7 @@ class DryOptions:
 
 
 def command_in(words: Sequence[str]) -> Sequence[str]:
-    """Return the command that followed `--`; empty if there was none, or flags instead."""
+    """Return the command after `--`; empty if there is none, or only flags."""
     return () if not words or words[0].startswith("-") else words
 
 
@@ -65,7 +65,7 @@ def variations_of_model(
     answer: "AnswerOptions",
     options: DryOptions,
 ) -> list[Variations]:
-    """Return what trains a model on dry cards; one for each length of rows that is asked for."""
+    """Return the dry runs of a model, one for each requested sequence length."""
     words = [word for flag in flags for word in flag.split("=", 1)]
     for flag, file in pairwise((*words, "FILE")):
         if flag == "--config":
@@ -79,7 +79,7 @@ def variations_of_model(
             " command after --"
         )
     run = complete(run, flags)
-    if answer.calibrate is not None:  # the context that was measured must not be used here
+    if answer.calibrate is not None:  # otherwise it would use the context measured earlier
         run = replace(run, calibration=False)
     if answer.search and run.gpu is None:
         raise PlanError("--search needs a card that the run has to fit on: name one with --gpu")
@@ -99,10 +99,10 @@ def variations_of_model(
 def variations_of(
     command: Sequence[str], run: RunOptions, options: DryOptions, *, foretells: bool
 ) -> Variations:
-    """Return what runs the command on dry cards, as it is and with other arguments.
+    """Return the dry runs of a command, as it is and with other arguments.
 
     Raises:
-        PlanError: an option says what the command says itself, or there is no answer.
+        PlanError: an option repeats a setting of the command, or there is no answer.
     """
     _refuse_said_twice(run)
     card = card_of(run.gpu) if run.gpu is not None else NO_CARD
@@ -122,7 +122,7 @@ def variations_of(
 
 
 def _prepare(options: DryOptions) -> None:
-    """Look whether a snapshot can be kept, and fetch torch if asked."""
+    """Check that a snapshot can be kept, and fetch torch if asked."""
     if options.snapshot is not None and not options.snapshot.absolute().parent.is_dir():
         raise PlanError(f"--snapshot: {options.snapshot} must be a file in a folder that exists")
     if options.dry_env:
@@ -130,7 +130,7 @@ def _prepare(options: DryOptions) -> None:
 
 
 def tell(line: str) -> None:
-    """Say what is being done."""
+    """Print a line of progress."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -138,7 +138,7 @@ _OF_A_MACHINE = {"gpu", "num_gpus", "calibration", "timeout"}
 
 
 def _refuse_said_twice(run: RunOptions) -> None:
-    """Refuse the options that describe what a command describes itself."""
+    """Refuse options for settings that the command itself has."""
     given = [
         f"--{each.name.replace('_', '-')}"
         for each in fields(run)
@@ -149,7 +149,7 @@ def _refuse_said_twice(run: RunOptions) -> None:
 
 
 def complete(run: RunOptions, flags: Sequence[str]) -> RunOptions:
-    """Return options with what several of them say; `flags` are those of TrainingArguments."""
+    """Return options with those filled in that combine several; `flags` are TrainingArguments."""
     quantisation = {name: value for name in _QUANTISES if (value := getattr(run, name))}
     return replace(
         run,
@@ -197,7 +197,6 @@ def _read_adapter(given: str) -> dict[str, object]:
 
 
 def _lengths_in(text: str | None) -> list[int]:
-    """Return the lengths of rows in a text, each once."""
     if text is None:
         return []
     try:

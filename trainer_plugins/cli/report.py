@@ -1,4 +1,4 @@
-"""`trainer-plugins report`: print what happened to memory in a run."""
+"""`trainer-plugins report`: print the memory history of a run."""
 
 from pathlib import Path
 from typing import Annotated

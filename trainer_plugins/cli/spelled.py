@@ -1,4 +1,4 @@
-"""Lets `plan` and `check` take their options as TRL's commands spell them."""
+"""Let `plan` and `check` accept the options of TRL's commands."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -15,13 +15,13 @@ _NO_INFLUENCE = ("lora_alpha", "lora_dropout", "lora_task_type", "use_rslora", "
 _ADAPTER, _RANK = "use_peft", "16"  # TRL's default of `lora_r`
 WITH_OTHER_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 TYPED = "trainer_plugins.typed"
-"""Under which a context keeps the words of the command line, as they were typed."""
+"""The key under which a context keeps the command line as typed."""
 
 _TRUTHS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
 class CommandOfARun(Command):
-    """Understands TRL's flags before it parses its own."""
+    """Translates TRL's flags before it parses its own."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.meta[TYPED] = [*args]
@@ -33,7 +33,7 @@ class CommandOfARun(Command):
 
 
 def _translate(words: Sequence[str], own: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the words of a command line as its own options spell them."""
+    """Yield the words of a command line in the spelling of its own options."""
     flags = [*_flags(words)]
     has_rank = any(name == "lora_r" for name, _, _ in flags)
     for name, word, values in flags:
@@ -59,7 +59,7 @@ def _translate(words: Sequence[str], own: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _flags(words: Sequence[str]) -> Iterator[tuple[str, str, list[str]]]:
-    """Yield each flag by its name, as it is spelt, with the words up to the next one."""
+    """Yield each flag's name, its spelling, and the words up to the next flag."""
     at = 0
     while at < len(words):
         spelt, equals, value = words[at].partition("=")

@@ -1,4 +1,4 @@
-"""`trainer-plugins top`: show the memory of a run while it runs, one line a rank."""
+"""`trainer-plugins top`: show the memory of a running job, one line per rank."""
 
 import sys
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Options that several commands have, and how they refuse what they cannot read."""
+"""Define the options that several commands share, and their errors."""
 
 import sys
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ RunDir = Annotated[Path, typer.Argument(help="The output_dir of a run with Memor
 
 @contextmanager
 def bad_parameters(path: Path | str) -> Iterator[None]:
-    """Report what cannot be read or written, by default this path, as a bad parameter."""
+    """Report errors of reading or writing, by default of this path, as a bad parameter."""
     try:
         yield
     except OSError as error:

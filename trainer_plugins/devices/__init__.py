@@ -1,7 +1,7 @@
-"""Devices: where memory numbers come from; torch comes with the first name that needs it.
+"""Devices: the sources of memory numbers. Imports torch with the first name that needs it.
 
-To add a kind of device, write one of `trainer_plugins/devices/base.py`'s protocol;
-`tests/devices/test_contract.py` has to hold for it.
+To add a kind of device, implement the protocol in `trainer_plugins/devices/base.py`; it has to pass
+`tests/devices/test_contract.py`.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""AcceleratorDevice: a card, as torch's caching allocator and the driver count its memory."""
+"""AcceleratorDevice: a card, as counted by torch's caching allocator and the driver."""
 
 import logging
 from collections.abc import Callable
@@ -20,19 +20,19 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-_PAUSE_SECONDS = 10.0  # before NVML is asked again after a failure that may pass
+_PAUSE_SECONDS = 10.0  # before NVML is asked again after a temporary failure
 
-# A healthy driver answers in microseconds, and opens in milliseconds after CUDA has.
+# A healthy driver answers in microseconds, and opens in milliseconds once CUDA has.
 _nvml_calls = Patience("trainer_plugins-nvml", seconds=5.0)
 
-_logged: set[tuple[str, str]] = set()  # by card: one that is opened again fails the same way
+_logged: set[tuple[str, str]] = set()  # by card: one that is reopened fails the same way
 
 # All callbacks of a process share a card's device: a failing driver is reported once.
 _open_cards: WeakValueDictionary[str, "AcceleratorDevice"] = WeakValueDictionary()
 
 
 def open_device(device: torch.device | str) -> Device:
-    """Open a run's device, a card by torch's name or `cpu`; ValueError if it cannot be read."""
+    """Open a run's device: a card by torch's name, or `cpu`; ValueError if it is unreadable."""
     device = torch.device(device)
     if device.type == "cpu":
         return HostDevice()
@@ -51,7 +51,7 @@ def open_device(device: torch.device | str) -> Device:
         card = AcceleratorDevice(device)
         card = _open_cards.setdefault(card.name, card)
         card.read()
-    # MPS, and backends whose memory counters are missing or make no sense.
+    # MPS, and backends whose memory counters are missing or nonsensical.
     except (AttributeError, NotImplementedError, RuntimeError, ValueError) as error:
         raise ValueError(
             f"cannot read the memory of {device}: torch does not count it ({error})"
@@ -60,10 +60,10 @@ def open_device(device: torch.device | str) -> Device:
 
 
 class AcceleratorDevice:
-    """Reads one card of this process, of any kind that `torch.accelerator` drives."""
+    """Reads one card of this process, of any kind that `torch.accelerator` supports."""
 
-    # torch's allocator knows what this process holds, and NVML what all hold, without a device
-    # sync. Where NVML cannot answer (missing, a MIG slice, no permission) `get_memory_info` does.
+    # torch's allocator counts this process's memory, and NVML everyone's, without a device sync. If
+    # NVML cannot answer (missing, a MIG slice, no permission), `get_memory_info` does.
 
     def __init__(self, device: torch.device) -> None:
         self._index = (
@@ -103,7 +103,7 @@ class AcceleratorDevice:
         )
 
     def read_allocated_bytes(self) -> int:
-        """Return what `read` says of live tensors, without asking the driver."""
+        """Return the bytes of live tensors, as `read` does, without asking the driver."""
         if not torch._C._accelerator_isAllocatorInitialized():
             return 0
         stats = torch._C._accelerator_getDeviceStats(self._index)
@@ -128,7 +128,7 @@ class AcceleratorDevice:
             return None
 
     def _torch_memory(self) -> tuple[int, int]:
-        module: Any = torch.get_device_module(self._type)  # all that torch 2.9 has
+        module: Any = torch.get_device_module(self._type)  # torch 2.9 has nothing else
         memory_info = getattr(torch.accelerator, "get_memory_info", None) or module.mem_get_info
         free_bytes, total_bytes = memory_info(self._index)
         return total_bytes, free_bytes

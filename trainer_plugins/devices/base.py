@@ -8,15 +8,15 @@ from trainer_plugins.reading import MemoryReading
 
 @dataclass(frozen=True, slots=True)
 class GpuProcess:
-    """Describes a process that holds memory on a card, as the driver lists it."""
+    """A process that holds memory on a card, as the driver lists it."""
 
-    pid: int  # the process id; in a container it may be the host's
-    used_bytes: int | None  # bytes that it holds; None if the driver does not say (MIG, WSL)
+    pid: int  # in a container it may be the host's
+    used_bytes: int | None  # None if the driver does not report it (MIG, WSL)
     name: str | None  # the program's name; None if unknown, as in another pid namespace
 
 
 class Device(Protocol):
-    """Reads the memory where tensors live; `tests/devices/test_contract.py` is its contract."""
+    """Reads the memory that holds tensors; `tests/devices/test_contract.py` is its contract."""
 
     @property
     def name(self) -> str:
@@ -27,13 +27,13 @@ class Device(Protocol):
         """Return the driver's name for it, the same in every process: `GPU-…`; None without one."""
 
     def read(self) -> MemoryReading:
-        """Take a reading in microseconds; allocate nothing on the device, never wait for it."""
+        """Take a reading in microseconds, without allocating on the device or waiting for it."""
 
     def reset_peak(self) -> None:
         """Start a new interval for `peak_allocated_bytes`."""
 
     def release_cached(self) -> int:
-        """Return cached memory to the device, and say how many bytes that was."""
+        """Return cached memory to the device; return the number of bytes."""
 
     def processes(self) -> tuple[GpuProcess, ...] | None:
-        """List, in up to milliseconds, the processes that hold memory here; None if unknown."""
+        """List the processes that hold memory here, in up to milliseconds; None if unknown."""

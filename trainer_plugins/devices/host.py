@@ -17,13 +17,13 @@ from trainer_plugins.reading import MemoryReading
 from trainer_plugins.units import KIB
 
 _WORKER = "pt_data_worker"  # torch/utils/data/_utils/worker.py
-ROOM_EVERY_SECONDS = 1.0  # it takes most of the time of a reading: four files for each limit
+ROOM_EVERY_SECONDS = 1.0  # most of the cost of a reading: four files per limit
 _NO_LIMIT = 1 << 60  # cgroup v1 writes the largest multiple of a page below 2**63
 
 
 @dataclass(frozen=True, slots=True)
 class HostFacts:
-    """Holds other reasons for a run to end on the host; sizes in bytes."""
+    """Other limits on the host that can end a run; sizes in bytes."""
 
     num_oom_kills: int  # processes of this container killed for memory; 0 if no cgroup counts them
     shm_total_bytes: int  # /dev/shm, through which dataloader workers pass batches; 0 without one
@@ -43,12 +43,12 @@ class HostDevice:
         self._process: psutil.Process | None = None
         self._limits = _limits_around(proc, cgroups)
         self._peak_bytes = 0
-        self._kernel_peak = True  # whether we may reset the kernel's peak; else readings count
+        self._kernel_peak = True  # we may reset the kernel's peak; else readings count
         self._room = (0, 0)  # total and free, if this process held nothing
         self._ask_for_room_at = 0.0
 
     def read(self) -> MemoryReading:
-        """Read what this process holds, and at most once a second what all others do."""
+        """Read this process's memory, and at most once a second that of all others."""
         resident_bytes = self.resident_bytes()
         if monotonic() >= self._ask_for_room_at:
             self._ask_for_room_at = monotonic() + ROOM_EVERY_SECONDS
@@ -95,14 +95,14 @@ class HostDevice:
         return None
 
     def resident_bytes(self) -> int:
-        """Return the bytes of main memory that this process holds, in about 10 microseconds."""
+        """Return the resident bytes of this process, in about 10 microseconds."""
         if self._process is None or self._process.pid != os.getpid():  # a copy, or a forked child
             self._process = psutil.Process()
         return int(self._process.memory_info().rss)
 
     def worker_bytes(self) -> tuple[int, ...]:
-        """Return what each dataloader worker holds alone; takes milliseconds for each GB."""
-        # Of a worker forked from us the resident bytes count what we share with it too.
+        """Return the unshared memory of each dataloader worker; takes milliseconds per GB."""
+        # A forked worker's resident bytes would include the memory it shares with us.
         found = []
         for child in multiprocessing.active_children():
             with suppress(psutil.Error):  # it may end meanwhile
@@ -126,7 +126,7 @@ class HostDevice:
 
 
 class _Names(NamedTuple):
-    """Names the files of a version of control groups, and one key of memory.stat."""
+    """The file names of a version of control groups, and one key of memory.stat."""
 
     limit: str
     current: str
@@ -152,7 +152,7 @@ class _Limit:
         return int(text)
 
     def working_set_bytes(self) -> int:
-        """Return what counts towards the limit and cannot be dropped, computed as kubelet does."""
+        """Return the memory that counts towards the limit and cannot be dropped, like kubelet."""
         text = _text(self.folder / self.names.current)
         if not text:
             return 0
@@ -163,7 +163,7 @@ class _Limit:
 
 
 def _limits_around(proc: Path, cgroups: Path) -> tuple[_Limit, ...]:
-    """Return the control groups of this process that count memory, innermost first."""
+    """Return this process's control groups that count memory, innermost first."""
     lines = [line.split(":", 2) for line in _text(proc / "self" / "cgroup").splitlines()]
     v1 = next((path for _, kinds, path in lines if "memory" in kinds.split(",")), None)
     v2 = next((path for number, kinds, path in lines if number == "0" and not kinds), None)

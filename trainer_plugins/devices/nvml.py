@@ -19,12 +19,12 @@ _MAX_PID = 1 << 22  # no pid on 64-bit Linux is this high: PID_MAX_LIMIT in linu
 
 
 class NvmlErrorKind(Enum):
-    """Classifies failures of the driver by what the user can do about them."""
+    """Failures of the driver, classified by what the user can do about them."""
 
     MISSING = "missing"  # there is no driver library
     DRIVER = "driver"  # the library cannot reach the kernel driver: not loaded, or another version
-    NOT_SUPPORTED = "not supported"  # this driver or card does not have that number
-    NO_PERMISSION = "no permission"  # this user or container may not know that
+    NOT_SUPPORTED = "not supported"  # this driver or card cannot report that number
+    NO_PERMISSION = "no permission"  # this user or container may not read it
     LOST = "lost"  # the card fell off the bus, needs a reset, or is another device than before
     TIMEOUT = "timeout"  # no answer this time: the driver is busy, or fails without a reason
     NOT_FOUND = "not found"  # no card has that UUID, or this process may not see it
@@ -33,7 +33,7 @@ class NvmlErrorKind(Enum):
 
 
 class NvmlError(RuntimeError):
-    """Reports that the driver did not answer; the message says why and what to do."""
+    """The driver did not answer; the message explains why, and the remedy."""
 
     def __init__(self, kind: NvmlErrorKind, message: str) -> None:
         super().__init__(kind, message)
@@ -48,7 +48,7 @@ class NvmlError(RuntimeError):
 
 
 def explain_error(what: str, uuid: str, error: pynvml.NVMLError) -> NvmlError:
-    """Turn pynvml's error into one that says what to do; `what` is what was asked of the card."""
+    """Translate pynvml's error into one with a remedy; `what` was asked of the card."""
     kind, text = NvmlErrorKind.TIMEOUT, _NO_ANSWER
     for known_kind, texts in _EXPLANATIONS.items():
         for code, known_text in texts.items():
@@ -58,7 +58,7 @@ def explain_error(what: str, uuid: str, error: pynvml.NVMLError) -> NvmlError:
     return NvmlError(kind, text.format(what=what, uuid=uuid, bare_uuid=bare_uuid, error=error))
 
 
-# Codes that are missing below are temporary: timeout, in use, out of memory, unknown.
+# Codes not listed below are temporary: timeout, in use, out of memory, unknown.
 _NO_ANSWER = (
     "the driver did not report the {what} of {uuid} ({error}); ask again later, and read `dmesg` if"
     " it keeps failing"
@@ -104,7 +104,7 @@ _EXPLANATIONS: Mapping[NvmlErrorKind, Mapping[str, str]] = {
         " with `nvidia-smi -L`, and check whether this container was given that card",
         "GPU_NOT_FOUND": "there is no NVIDIA card here; check whether this container was given one",
     },
-}  # what each code of pynvml means for the user, by kind; `NVML_ERROR_` is left out
+}  # by kind, the meaning of pynvml's codes for the user; `NVML_ERROR_` is left out
 
 
 class NvmlDevice:
@@ -122,9 +122,9 @@ class NvmlDevice:
 
     @classmethod
     def open(cls, uuid: str, name: str | None = None) -> "NvmlDevice":
-        """Open a card by its complete UUID: `GPU-…`, `MIG-…`, or bare as torch has it."""
-        # In a MIG slice torch's uuid is the slice's (cuDeviceGetUuid_v2). NVML takes no prefix of
-        # one, which CUDA_VISIBLE_DEVICES may hold (vLLM #51677).
+        """Open a card by its complete UUID: `GPU-…`, `MIG-…`, or bare as in torch."""
+        # In a MIG slice torch's uuid is the slice's (cuDeviceGetUuid_v2). NVML rejects a prefix of
+        # a UUID, which CUDA_VISIBLE_DEVICES may hold (vLLM #51677).
         if uuid.startswith(("GPU-", "MIG-")):
             return cls(uuid, name)
         try:
@@ -150,7 +150,7 @@ class NvmlDevice:
         return self.uuid.startswith("MIG-")
 
     def memory(self) -> tuple[int, int]:
-        """Return total and free bytes; it takes about 12 us with a real driver (MangoHud #2104)."""
+        """Return total and free bytes; takes about 12 us with a real driver (MangoHud #2104)."""
         # Version 1 counts the driver's own 300 to 600 MiB in the total, as used.
         ask = partial(pynvml.nvmlDeviceGetMemoryInfo, version=pynvml.nvmlMemory_v2)
         info = self._ask("memory", ask)
@@ -164,7 +164,7 @@ class NvmlDevice:
         return total_bytes, free_bytes
 
     def read(self) -> MemoryReading:
-        """Take a reading as before a run: none of what is used is this process's."""
+        """Take a reading as before a run: none of the used memory is this process's."""
         total_bytes, free_bytes = self.memory()
         return MemoryReading(
             device=self.name,
@@ -177,10 +177,10 @@ class NvmlDevice:
 
     def processes(self) -> tuple[GpuProcess, ...] | None:
         """List the compute processes on the card; None if not permitted, or impossible."""
-        # Drivers leave out processes outside the container. A question for graphics processes would
-        # hold the driver's lock for milliseconds (MangoHud #2104). Version 2 has one layout in all
-        # drivers; 3, pynvml's unversioned one, had two (535.43 to 535.86, gpustat #161), and the
-        # detail list of pynvml 13.615 raises TypeError for bytes that are N/A.
+        # Drivers omit processes outside the container. Asking for graphics processes would hold the
+        # driver's lock for milliseconds (MangoHud #2104). Version 2 has one layout in all drivers;
+        # 3, pynvml's unversioned one, had two (535.43 to 535.86, gpustat #161), and the detail list
+        # of pynvml 13.615 raises TypeError for bytes that are N/A.
         total_bytes, _ = self.memory()
         try:
             rows = self._ask("processes", pynvml.nvmlDeviceGetComputeRunningProcesses_v2)
@@ -191,12 +191,12 @@ class NvmlDevice:
         used_bytes: dict[int, int | None] = {}
         for row in rows:
             if row.pid >= _MAX_PID or (row.usedGpuMemory or 0) > total_bytes:
-                # The rows were decoded with a wrong layout; even those that look right may not be.
+                # The rows were decoded with a wrong layout; even plausible ones may be wrong.
                 return None
             if row.pid == 0:
                 continue  # a process without a number in this container
             # The largest, not the sum: a process may be listed several times with all its memory,
-            # since the driver compares pids of different namespaces (open-gpu-kernel-modules,
+            # because the driver compares pids of different namespaces (open-gpu-kernel-modules,
             # gpu_rmapi.c).
             listed = (used_bytes.get(row.pid), row.usedGpuMemory)  # None: not available
             used_bytes[row.pid] = max((each for each in listed if each is not None), default=None)
@@ -205,7 +205,7 @@ class NvmlDevice:
         )
 
     def close(self) -> None:
-        """End this device's use of NVML, which counts its users; the next question reopens it."""
+        """End this device's use of NVML, which counts its users; the next query reopens it."""
         if self._opened_in_pid == os.getpid():
             self._opened_in_pid = None
             with suppress(pynvml.NVMLError):  # other code has shut it down already
@@ -239,7 +239,7 @@ class NvmlDevice:
         self._opened_in_pid = os.getpid()
 
     def _ask(self, what: str, query: Callable[[object], T]) -> T:
-        """Run a query on the card; the message of an error names `what` it asked for."""
+        """Run a query on the card; error messages name `what` was queried."""
         if self._opened_in_pid != os.getpid():
             # A forked child cannot rely on its parent's handle and initialisation.
             self._connect()

@@ -12,29 +12,29 @@ from trainer_plugins.units import size
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstalledCard:
-    """Describes one card."""
+    """One card."""
 
     uuid: str
     name: str = ""
-    slices: tuple[str, ...] = ()  # the UUIDs of its MIG slices
+    slices: tuple[str, ...] = ()  # UUIDs of its MIG slices
     capability: tuple[int, int] | None = None  # compute capability; None if not reported
     trouble: str = ""  # why the driver does not answer for it; empty if it does
 
 
 def driver_version() -> str:
-    """Return the version of the driver; raise NvmlError if there is none."""
+    """Return the version of the driver. Raises NvmlError if there is none."""
     with _nvml("version", "the driver"):
         return str(pynvml.nvmlSystemGetDriverVersion())
 
 
 def list_cards() -> tuple[InstalledCard, ...]:
-    """List the cards in the order of the PCI bus; raise NvmlError if the driver does not answer."""
+    """List the cards in PCI bus order. Raises NvmlError if the driver does not answer."""
     with _nvml("number", "the cards"):
         return tuple(_card(index) for index in range(pynvml.nvmlDeviceGetCount()))
 
 
 def cards_in_words() -> list[str]:
-    """Return the name, size and slices of each card, without anything that identifies it."""
+    """Return the name, size and slices of each card, without identifying it."""
     lines = []
     for card in list_cards():
         if card.trouble:

@@ -13,9 +13,9 @@ Job = tuple[Callable[[], object], SimpleQueue[Answer]]
 
 
 class Patience:
-    """Runs calls on a thread of its own, so that a call that hangs blocks only that thread."""
+    """Runs calls on a separate thread, so that a call that hangs blocks only that thread."""
 
-    # A daemon, because an executor's thread would keep Python from ending.
+    # A daemon thread, because an executor's thread would keep Python from ending.
 
     def __init__(self, name: str, seconds: float) -> None:
         self.name, self.seconds = name, seconds
@@ -24,7 +24,7 @@ class Patience:
         self._pending: SimpleQueue[Answer] | None = None
 
     def call(self, work: Callable[[], T]) -> T:
-        """Return what `work` returns; TimeoutError if it, or an earlier call, takes too long."""
+        """Return the result of `work`; TimeoutError if it, or an earlier call, takes too long."""
         if self._pid != os.getpid():
             self._jobs, self._pending, self._pid = SimpleQueue(), None, os.getpid()
             threading.Thread(target=_serve, args=(self._jobs,), daemon=True, name=self.name).start()
@@ -51,4 +51,4 @@ def _serve(jobs: SimpleQueue[Job]) -> None:
             answer.put((work(), None))
         except BaseException as error:  # noqa: BLE001 - raised again by the caller
             answer.put((None, error))
-        del work, answer  # so that what they refer to is freed when the caller frees it
+        del work, answer  # the caller then frees whatever they refer to

@@ -1,8 +1,7 @@
-"""drycuda: the user's own program at full size on CUDA cards that compute nothing.
+"""drycuda: run your own program at full size on CUDA cards that compute nothing.
 
-`card/` has the libraries that stand where CUDA's would, `inside/` what runs in the program, and
-`dry_plan.py` makes a MemoryPlan of a command. docs/dry.md and
-docs/internals/testing.md say how to use them.
+`card/` has the libraries that replace CUDA's, `inside/` the code that runs in the program, and
+`dry_plan.py` makes a MemoryPlan of a command. docs/internals/testing.md and docs/dry.md show their use.
 """
 
 from trainer_plugins.drycuda.cuda_build import DryCudaUnavailable

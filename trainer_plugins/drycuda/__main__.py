@@ -4,9 +4,9 @@
     python -m trainer_plugins.drycuda --gpu a100-80gb -m pytest tests
     python -m trainer_plugins.drycuda --gpu 24GiB --num-gpus 2 -- torchrun ... train.py
 
-The exit code is the script's. It reads your files and changes none: `--allow-writes PATH` names a
-folder that it may change, and `--allow-network` lets it reach other hosts. With `--numbers` it
-really trains, and writes what it writes.
+The exit code is the script's. The script can read your files but changes none: `--allow-writes
+PATH` names a folder that it may change, and `--allow-network` lets it reach other hosts. With
+`--numbers` it really trains, and its files are really written.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Runs a command on dry cards, and ends it with all that it has started."""
+"""Run a command on dry cards, and end it with every process it started."""
 
 import contextlib
 import json
@@ -19,14 +19,15 @@ from trainer_plugins.units import GIB, size
 
 _LOOKS_SECONDS = 0.5
 _MOST_BYTES = 16 * GIB
-"""A prediction that takes more than this, or than half of the machine, is stopped before the kernel
-kills another program."""
+"""The limit of a prediction's memory, or half of the machine if that is less: it is stopped before
+the kernel kills another program.
+"""
 
 _FORKED = "trainer_plugins.inside.forked"
 _IMPORTS = (
     "transformers.trainer",
     _FORKED,
-    "trainer_plugins.inside.batches",  # and what a training is watched by
+    "trainer_plugins.inside.batches",  # also watches trainings
 )
 
 
@@ -37,12 +38,12 @@ def run_to_end(
     timeout_seconds: float,
     most_bytes: float = math.inf,
 ) -> int:
-    """Run a command to its end, its output in a file; return its exit code.
+    """Run a command to its end, with its output in a file; return its exit code.
 
     It may take `most_bytes` of main memory for itself.
 
     Raises:
-        PlanError: it cannot be run, it took too long or too much, or it has left the dry card.
+        PlanError: it cannot be run, it took too long or too much, or it left the dry card.
     """
     with log.open("w") as output:
         try:
@@ -52,7 +53,7 @@ def run_to_end(
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                start_new_session=True,  # it has no terminal to ask
+                start_new_session=True,  # without a terminal to ask
             )
         except OSError as error:
             raise PlanError(f"the command cannot be run: {error}") from error
@@ -67,11 +68,11 @@ def run_fork_to_end(
     log: Path,
     timeout_seconds: float,
 ) -> int:
-    """Train a pickled request in a fork of a Python that has imported what it needs.
+    """Train a pickled request in a fork of a Python process that has already done its imports.
 
-    The first call imports it, over the dry libraries; the calls after it do not take that time.
-    Where a fork is not safe, as after an import that starts a thread, each call is a new Python.
-    `imports` are needed besides transformers, and may take `timeout_seconds` too.
+    The first call imports them, over the dry libraries; later calls save that time. If a fork is
+    not safe, as after an import that starts a thread, each call starts a new Python. `imports` are
+    added to transformers; they too may take `timeout_seconds`.
 
     Raises:
         PlanError: it took too long or too much.
@@ -82,11 +83,11 @@ def run_fork_to_end(
     of_server = {
         **environment,
         "PYTHONPATH": path,
-        "TRAINER_PLUGINS_DRYCUDA": "",  # it takes no memory of them
-        # Not one of TRAINER_PLUGINS_*, which a server and its forks may have different: what is
-        # imported asks for the card.
+        "TRAINER_PLUGINS_DRYCUDA": "",  # it takes no memory on the cards
+        # Not a TRAINER_PLUGINS_* variable, in which a server and its forks may differ: imported
+        # modules query the card.
         "DRYCUDA_SERVES": f"{major} {minor}",
-        "DS_ACCELERATOR": "cuda",  # or DeepSpeed would ask CUDA
+        "DS_ACCELERATOR": "cuda",  # otherwise DeepSpeed would ask CUDA
     }
     server = forks.server_for((*_IMPORTS, *imports), of_server)
     if not server.is_ready(timeout_seconds):
@@ -100,7 +101,7 @@ def run_fork_to_end(
     )
     most_bytes = min(_MOST_BYTES, psutil.virtual_memory().total // 2)
     process = None
-    with contextlib.suppress(OSError):  # the server has just ended, idle
+    with contextlib.suppress(OSError):  # the idle server has just ended
         if server.forks:
             with log.open("w") as output, open(os.devnull) as nothing:
                 streams = (nothing.fileno(), output.fileno(), output.fileno())
@@ -117,7 +118,7 @@ def _wait(
     end = time.monotonic() + timeout_seconds
     try:
         started = psutil.Process(process.pid)
-    except psutil.NoSuchProcess:  # a fork that has ended already
+    except psutil.NoSuchProcess:  # a fork that has already ended
         return process.wait()
     try:
         while time.monotonic() < end:
@@ -143,7 +144,7 @@ def _wait(
 
 
 def _own_bytes(process: psutil.Process) -> int:
-    """Return what a process holds of main memory for itself; 0 if it has ended."""
+    """Return the private main memory of a process; 0 if it has ended."""
     with contextlib.suppress(psutil.NoSuchProcess):
         memory = process.memory_info()
         return int(memory.rss - memory.shared)
@@ -155,14 +156,14 @@ def _late(timeout_seconds: float) -> PlanError:
 
 
 def _family(started: psutil.Process) -> list[psutil.Process]:
-    """Return what a process has started, and it."""
+    """Return a process and everything it started."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return [*started.children(recursive=True), started]
     return []
 
 
 def _is_without_the_card(each: psutil.Process) -> bool:
-    # Twice: what is mapped may change while it is read, and lines are then passed over.
+    # Twice: mappings may change while we read them, and lines are then skipped.
     return all(_lacks_the_card(Path(f"/proc/{each.pid}/maps")) for _ in range(2))
 
 

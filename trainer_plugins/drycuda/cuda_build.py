@@ -1,4 +1,4 @@
-"""Finds torch in its build for CUDA: the installed one, or one of the same version in the cache."""
+"""Find a CUDA build of torch: the installed one, or one of the same version in the cache."""
 
 import os
 import re
@@ -16,16 +16,16 @@ from trainer_plugins.planner.plan import PlanError
 _TRITON = re.compile(r"^Requires-Dist: (triton[=<>!~ ]*[\d.]+)", re.MULTILINE)
 
 
-# It names a state, like torch.cuda.is_available.
+# The name describes a state, like torch.cuda.is_available.
 class DryCudaUnavailable(PlanError):  # noqa: N818
-    """The dry card cannot be had here; the text says in one line what is missing."""
+    """The dry card is not available here; the text says in one line what is missing."""
 
 
 def site_with_cuda() -> Path:
-    """Return the folder that holds `torch` in its build for CUDA; torch is not imported.
+    """Return the folder that holds a CUDA build of `torch`, which is not imported.
 
     Raises:
-        DryCudaUnavailable: no such torch is here, and what to do.
+        DryCudaUnavailable: there is none; the text says how to get it.
     """
     site, version = _locate()
     if not _is_for_cuda(site):
@@ -38,18 +38,18 @@ def site_with_cuda() -> Path:
 
 
 def fetch(tell: Callable[[str], None]) -> Path:
-    """Fetch the build for CUDA of the installed version into the cache, unless it is here.
+    """Download the CUDA build of the installed version into the cache, unless it is there.
 
-    pip takes torch and triton from where it takes all else; the libraries of CUDA are not fetched.
-    Where no C++ compiler is installed, the package `ziglang` is fetched, which is one.
+    pip fetches torch and triton from its usual index, without CUDA's libraries. If no C++ compiler
+    is installed, it also fetches the package `ziglang`, which is one.
 
     Raises:
-        DryCudaUnavailable: pip has failed; its last line is in the text.
+        DryCudaUnavailable: pip failed; its last line is in the text.
     """
     site, version = _locate()
     if not _is_for_cuda(site):
         site.parent.mkdir(parents=True, exist_ok=True)
-        with lock(site.parent):  # two plans that begin together fetch it once
+        with lock(site.parent):  # two plans that start together fetch it once
             if not _is_for_cuda(site):
                 _fetch_torch(version, site, tell)
     if not plain_compiler("c++"):
@@ -58,17 +58,17 @@ def fetch(tell: Callable[[str], None]) -> Path:
 
 
 PACKAGES = ("bitsandbytes", "liger_kernel")
-"""Packages whose own code a plan of a request runs, as imported."""
+"""Packages whose own code runs in the plan of a request."""
 
 _COMPILER = "ziglang"
 _SIZES = {"bitsandbytes": "some 60 MB", "liger_kernel": "1 MB", _COMPILER: "some 90 MB"}
 
 
 def fetch_package(name: str, tell: Callable[[str], None]) -> bool:
-    """Fetch a package without what it requires; False if it is here, or must not be fetched.
+    """Fetch a package without its dependencies; False if it is installed or may not be fetched.
 
     Raises:
-        DryCudaUnavailable: pip has failed; its last line is in the text.
+        DryCudaUnavailable: pip failed; its last line is in the text.
     """
     site = package_site()
     if os.environ.get("TRAINER_PLUGINS_FETCH") == "never" or find_spec(name):
@@ -87,7 +87,7 @@ def fetch_package(name: str, tell: Callable[[str], None]) -> bool:
 
 
 def _fetch_torch(version: str, site: Path, tell: Callable[[str], None]) -> None:
-    """Install beside the folder, which gets its name when all of it is there."""
+    """Install into a temporary folder beside the target, and rename it once it is complete."""
     tell(
         f"dry card: fetching torch {version} in its build for CUDA (some 700 MB, once for all"
         f" projects) into {site}"
@@ -103,7 +103,7 @@ def _fetch_torch(version: str, site: Path, tell: Callable[[str], None]) -> None:
                 f"pip found no build for CUDA of torch {version}: set PIP_INDEX_URL to an index"
                 " that has one"
             )
-        shutil.rmtree(site, ignore_errors=True)  # what pip has left that was interrupted
+        shutil.rmtree(site, ignore_errors=True)  # left by an interrupted pip
         draft.replace(site)
 
 
@@ -120,7 +120,7 @@ def _find_installed() -> Path:
 
 
 def _locate() -> tuple[Path, str]:
-    """Return where torch's build for CUDA is, or belongs, and the version of the installed one."""
+    """Return the place of torch's CUDA build, existing or not, and the installed version."""
     installed = _find_installed()
     text = (installed / "torch" / "version.py").read_text()
     found = re.search(r"__version__ = '([^'+]+)", text)
@@ -136,7 +136,7 @@ def _is_for_cuda(site: Path) -> bool:
 
 
 def _pip(site: Path, what: str) -> None:
-    """Let pip install into a folder; on a terminal it shows how far it is."""
+    """Run pip to install into a folder; on a terminal it shows its progress."""
     command = [sys.executable, "-m", "pip", "install", "--no-deps", "--target", str(site), what]
     is_seen = sys.stderr.isatty()
     done = subprocess.run(

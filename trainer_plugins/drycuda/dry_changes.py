@@ -1,4 +1,4 @@
-"""Changes what runs on dry cards: a command by its TrainingArguments and variables, or a config."""
+"""Change a dry run: a command by its TrainingArguments and variables, or a config."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -15,7 +15,7 @@ from trainer_plugins.planner.plan import Category, MemoryPlan, PlanError, Propos
 from trainer_plugins.planner.request import PlanRequest
 from trainer_plugins.planner.tried import is_transformers_4, margin_bytes
 
-_SPARE_SHARE = 0.05  # what is left free of a card besides the planner's margin
+_SPARE_SHARE = 0.05  # the part of a card left free besides the planner's margin
 _SHARDED: tuple[Category, ...] = ("weights", "frozen weights", "gradients", "optimizer states")
 
 WAYS: tuple[tuple[Switch, ...], ...] = (
@@ -28,7 +28,7 @@ WAYS: tuple[tuple[Switch, ...], ...] = (
     (switches.CHECKPOINTING, switches.EIGHT_BIT_OPTIMIZER),
     (switches.FUSED_LOSS, switches.CHECKPOINTING, switches.EIGHT_BIT_OPTIMIZER),
 )
-"""What is tried besides fewer rows: the ways that keep the training first, then the faster."""
+"""The changes to try besides fewer rows: first those that keep the training, then faster ones."""
 
 
 class Fitted(NamedTuple):
@@ -39,25 +39,25 @@ class Fitted(NamedTuple):
     """Some of the TrainingArguments with which the command was planned."""
 
     changed: Mapping[str, object]
-    """The TrainingArguments that are to be others."""
+    """The TrainingArguments to change."""
 
     rows_at_once: int = 0
     """How many of the longest rows survival computes at once; 0 if all fit."""
 
     vouches: bool = False
-    """Whether survival has to be told that the loss is a sum or a mean, as its code says."""
+    """Whether to vouch to survival that the loss is a sum or a mean, as its code says."""
 
 
 def effort(way: tuple[Switch, ...]) -> int:
-    """Rank a way by what it changes; a streamed base comes late, since it needs this package."""
+    """Rank a combination by its effect; a streamed base comes late, since it needs this package."""
     return sum(each.changes_result for each in way) + 2 * (switches.STREAMED_BASE in way)
 
 
 def is_usual(arguments: Mapping[str, Any]) -> bool:
-    """Return whether accelerate's settings are its own."""
+    """Return whether the accelerator settings are accelerate's defaults."""
     from transformers.trainer_pt_utils import AcceleratorConfig
 
-    # One of them is taken out while the arguments are made.
+    # One of them is removed while the arguments are built.
     return bool(arguments["accelerator_config"].items() <= AcceleratorConfig().to_dict().items())
 
 
@@ -67,13 +67,13 @@ def run_with(run: DryRun, changed: Mapping[str, object]) -> DryRun:
 
 
 def turn(run: DryRun, change: Switch) -> DryRun:
-    """Change a run by a switch: a request in all that it says, a command by its arguments."""
+    """Apply a switch to a run: to a request in full, to a command by its arguments."""
     if (request := run.of_config) is not None:
         return replace(run, request=change.turn(request), snapshot=None)
     if change == switches.ADAPTER_IN_SCRIPT:
         return run_with(run, {"peft_config": switches.LORA})
     if flags := flags_in(change.flags):
-        # YAML reads booleans, numbers, JSON and words as TrainingArguments hold them
+        # YAML parses booleans, numbers, JSON and words as TrainingArguments hold them
         return run_with(run, {name: yaml.safe_load(text) for name, text in flags.items()})
     variable, is_one, value = change.flags.partition("=")
     if is_one and variable.isupper():
@@ -84,7 +84,7 @@ def turn(run: DryRun, change: Switch) -> DryRun:
 def possible_changes(
     run: PlanRequest, arguments: Mapping[str, Any], plan: MemoryPlan
 ) -> Iterator[Switch]:
-    """Yield what can be changed in this run, the changes that keep the training first."""
+    """Yield the possible changes of this run, those that keep the training first."""
     source = source_of(run)
     if source.dtype is None and plan.planned["dtype"].startswith("float32"):
         if arguments["bf16"] and source.peft is not None:
@@ -100,7 +100,6 @@ def possible_changes(
 
 
 def _engine(arguments: Mapping[str, Any], plan: MemoryPlan) -> Iterator[Switch]:
-    """Yield a smaller share of the card for vLLM, and its sleep while the training computes."""
     now, capacity = float(arguments.get("vllm_gpu_memory_utilization", 0)), plan.capacity_bytes
     if now and capacity:
         spare = plan.needed_bytes + margin_bytes(capacity) - capacity
@@ -111,7 +110,7 @@ def _engine(arguments: Mapping[str, Any], plan: MemoryPlan) -> Iterator[Switch]:
 
 
 def _launches(run: PlanRequest, strategy: str) -> Iterator[Switch]:
-    """Yield the launch files that divide more among the cards, or that use main memory."""
+    """Yield launch files that shard more over the cards, or that use main memory."""
     offloads = "states and weights in main memory, much slower steps"
     if run.num_gpus <= 1:
         if run.launch_file is None and source_of(run).peft is None:
@@ -140,7 +139,7 @@ def _adapters(run: PlanRequest, *, is_alone: bool) -> Iterator[Switch]:
         yield switches.STREAMED_BASE
     if not has_adapter:
         yield switches.ADAPTER
-    # transformers 5 stacks experts, and bitsandbytes leaves them in 16 bits (bitsandbytes#1849)
+    # transformers 5 stacks experts, which bitsandbytes leaves in 16 bits (bitsandbytes#1849).
     is_spared = bool(switches.experts_in(source.config)) and not is_transformers_4()
     if not is_quantised and not is_spared and is_alone:
         yield switches.BASE_IN_4_BITS if has_adapter else switches.QLORA

@@ -1,9 +1,9 @@
 """DryCuda: torch's own CUDA build at full size on a card that computes nothing.
 
-Libraries of this folder stand where CUDA's would. Memory of the card is address space, kernels are
-counted and not run, so the unmodified script runs at its full size in seconds: torch's caching
+Libraries of this folder replace CUDA's. The card's memory is only address space, and kernels are
+counted instead of run, so the unmodified script runs at full size in seconds: torch's caching
 allocator, its CUDA operators, its real OutOfMemoryError, accelerate, DeepSpeed, bitsandbytes'
-library, Triton. What tensors hold is zero, except small ones (`inside/values.py`).
+library, Triton. Tensors are zero, except small ones (`inside/values.py`).
 
     with DryCuda(card_of("a100-80gb"), num_cards=2) as dry:
         subprocess.run(dry.command(["python", "train.py"]), env=dry.environment())
@@ -31,11 +31,11 @@ from trainer_plugins.testing.card import SimCard
 from trainer_plugins.testing.nvml import ScriptedNvml
 
 _SITE = Path(__file__).parents[1] / "_site"
-"""What Python imports when it starts; it prepares a process of a dry run."""
+"""Python imports it at startup; it prepares a process of a dry run."""
 
 
 def unavailable_reason() -> str | None:
-    """Say why the dry card cannot be had here; None if it can. Builds nothing."""
+    """Return why the dry card is not available here; None if it is. Builds nothing."""
     try:
         site_with_cuda()
     except DryCudaUnavailable as error:
@@ -46,15 +46,15 @@ def unavailable_reason() -> str | None:
 
 
 class DryCuda:
-    """Makes cards, and the environment in which programs see them; a context manager.
+    """Provides dry cards, and the environment in which programs see them; a context manager.
 
     Args:
-        card: what each card is.
+        card: the kind of each card.
         num_cards: how many there are.
-        alone: only rank 0 of a program runs, and the others are taken to be like it.
-        numbers: compute every operator, so that small models really train; what they write is
-            written for real.
-        allowed: what programs may do for real (None: nothing).
+        alone: run only rank 0 of a program, and assume that every other rank behaves like it.
+        numbers: compute every operator, so that small models really train; their files are really
+            written.
+        allowed: the exceptions from the wall (None: none).
 
     Raises:
         DryCudaUnavailable: the libraries cannot be built here.
@@ -101,13 +101,13 @@ class DryCuda:
         (self.folder / "card.txt").write_text(lines)
 
     def command(self, words: Sequence[str]) -> list[str]:
-        """Return a command that runs the one given, behind the wall."""
+        """Return the command that runs `words` behind the wall."""
         return self.wall.command(words) if self.wall else list(words)
 
     def environment(self, of: Mapping[str, str] = os.environ) -> dict[str, str]:
-        """Return an environment with the cards, for a program of Python or a launcher."""
+        """Return an environment with the cards, for a Python program or a launcher."""
         site = str(self._site)
-        ahead = [] if site in sys.path else [site]  # of the torch that is installed
+        ahead = [] if site in sys.path else [site]  # ahead of the installed torch
         path = [str(_SITE), *ahead, *filter(None, [of.get("PYTHONPATH")])]
         walled = self.wall.environment(self._libraries[0].parent) if self.wall else dict(OFFLINE)
         first = walled.pop("LD_PRELOAD", None)
@@ -122,25 +122,27 @@ class DryCuda:
             # Triton links its launchers to the driver's library, and looks for it by itself.
             "TRITON_LIBCUDA_PATH": str(self._libraries[0].parent),
             "TRAINER_PLUGINS_DRYCUDA_NUMBERS": str(int(self._numbers)),
-            # What a compiler chose by time, or got from our libraries, is not for a real run.
+            # Results of autotuning, and builds against our libraries, must not reach a real run.
             "USE_PYTORCH_KERNEL_CACHE": "0",
             "TORCHINDUCTOR_CACHE_DIR": str(self._libraries[0].parent / "inductor"),
             "TRITON_CACHE_DIR": str(self._libraries[0].parent / "triton"),
-            # Threads would load weights in another order in each run: blocks would lie elsewhere.
+            # Threads would load weights in a different order each time, and blocks would lie
+            # elsewhere.
             "HF_DEACTIVATE_ASYNC_LOAD": "1",
-            # From 128 ranks on, some wait for others to say how to begin (ProcessGroupNCCL.cpp).
+            # From 128 ranks on, some wait for others before they start (ProcessGroupNCCL.cpp).
             "TORCH_NCCL_RANKS_PER_ROOT": "1000000",
         }
         if self._alone:
             ours["TRAINER_PLUGINS_DRYCUDA_ALONE"] = "1"
-        # DeepSpeed's is "cpu" where it is imported without a card.
+        # DeepSpeed sets "cpu" when it is imported without a card.
         own = {"CUDA_VISIBLE_DEVICES", "PYTORCH_NVML_BASED_CUDA_CHECK", "DS_ACCELERATOR"}
         return {name: text for name, text in of.items() if name not in own} | ours
 
     def read_refusals(self) -> list[str]:
-        """Return what programs were refused, such as `write /home/me/out`, without namespaces.
+        """Return the actions refused to programs, such as `write /home/me/out`.
 
-        With them writes succeed without a trace, and the kernel refuses connections.
+        With namespaces the list is empty: writes succeed without a trace, and the kernel refuses
+        connections.
         """
         file = self.folder / "refused"
         return list(dict.fromkeys(file.read_text().splitlines())) if file.exists() else []
@@ -150,7 +152,7 @@ class DryCuda:
 
     def __exit__(self, *_: object) -> None:
         """End all processes that have these cards, and delete their folder."""
-        for each in psutil.process_iter():  # what a launcher started may outlive it
+        for each in psutil.process_iter():  # processes that outlive their launcher
             with contextlib.suppress(psutil.Error):
                 if each.environ().get("TRAINER_PLUGINS_DRYCUDA") == str(self.folder):
                     each.kill()

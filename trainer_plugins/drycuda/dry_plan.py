@@ -1,6 +1,6 @@
-"""Makes a MemoryPlan of a command: runs it on dry cards, and reads what it needed.
+"""Make a MemoryPlan of a command: run it on dry cards, and read its memory.
 
-If the cards are too small for the command, it runs again on larger ones, to say by how much.
+If the cards are too small for the command, it runs again on larger ones, to find the shortage.
 """
 
 import re
@@ -40,7 +40,7 @@ from trainer_plugins.units import size
 _MOST_GROUPS = 10
 
 _DECIDES = re.compile(r"libcuda|libnccl|size|buffer|alloc|MakePlan", re.IGNORECASE)
-"""What may decide about memory; another function of a library that computes does not."""
+"""Functions that may affect memory; others of a computing library do not."""
 
 _MEANS_NOTHING = (
     "dry run: kernels were counted and not run; losses and metrics mean nothing, tokens are"
@@ -54,7 +54,7 @@ _ONE_RUN = (
 
 
 class DryAnswer(NamedTuple):
-    """Holds what a dry run has shown."""
+    """Holds the result of a dry run."""
 
     plan: MemoryPlan
     arguments: Mapping[str, Any]
@@ -66,18 +66,19 @@ class DryAnswer(NamedTuple):
     is_fsdp: bool
     why_whole: Mapping[str, Sequence[str]] = {}
     """Why survival would divide no batch of "training" and of "evaluation"; "unless vouched" says
-    what the code of a custom loss computes, for which you have to vouch."""
+    how the code of a custom loss computes, for which you have to vouch.
+    """
 
 
 def dry_plan(run: DryRun, tell: Callable[[str], None]) -> DryAnswer:
-    """Run a command on dry cards and return what it needs of the fullest one.
+    """Run a command on dry cards and return the memory plan of the fullest one.
 
     Args:
         run: the command and its cards; it may start several processes.
-        tell: takes a line about what is being done.
+        tell: takes a line about the current step.
 
     Raises:
-        PlanError: the dry card cannot be had here, or the command ended before it trained.
+        PlanError: the dry card is not available here, or the command ended before it trained.
     """
     has_limit = run.card != NO_CARD and not run.card.is_unified
     unlimited = replace(run.card, capacity_bytes=NO_CARD.capacity_bytes)
@@ -106,7 +107,7 @@ def _answer(result: DryResult, plan: MemoryPlan) -> DryAnswer:
 
 
 def plan_of(result: DryResult, run: DryRun) -> MemoryPlan:
-    """Return the plan of a command that was run and completed."""
+    """Return the plan of a command that ran to completion."""
     fullest, card = result.seen[0], run.card
     world_size = fullest["world_size"]
     moments: dict[Moment, MomentPeak] = {
@@ -165,7 +166,7 @@ def plan_of(result: DryResult, run: DryRun) -> MemoryPlan:
 
 
 def _drop_card(plan: MemoryPlan, host: HostLimits) -> MemoryPlan:
-    """Leave out what only a card has; whether it fits is then a question of main memory alone."""
+    """Drop the figures of a card; whether the run fits then depends on main memory alone."""
     return replace(
         plan,
         capacity_bytes=None,
@@ -177,7 +178,6 @@ def _drop_card(plan: MemoryPlan, host: HostLimits) -> MemoryPlan:
 
 
 def _describe_training(seen: Mapping[str, Any], run: DryRun) -> dict[str, str]:
-    """Return what a command trained."""
     tokens = f" of {seen['tokens']:,} tokens" if seen["tokens"] else ""
     return {
         "model": f"{seen['model']}, trained by {seen['trainer']}",
@@ -189,7 +189,7 @@ def _describe_training(seen: Mapping[str, Any], run: DryRun) -> dict[str, str]:
 
 
 def _main_memory(result: DryResult, times: int) -> tuple[HostNeed, dict[Moment, int]]:
-    """Return what all ranks of a machine need of its main memory, and the tensors by moment.
+    """Return the main memory of all ranks on a machine, and the tensors by moment.
 
     There are `times` as many ranks as ran.
     """
@@ -216,7 +216,7 @@ def _load_in_one_memory(
     host_moments: Mapping[Moment, int],
     host: HostNeed,
 ) -> str | None:
-    """Say what is short while weights are in main memory and on a card that has the same memory."""
+    """Describe the shortage while weights are in main memory and on a card that shares it."""
     if not card.is_unified or "load" not in moments:
         return None
     in_main_memory = host_moments.get("load", 0) + host.process_bytes
@@ -257,26 +257,25 @@ def _highest(peaks: Iterable[tuple[int, int]]) -> MomentPeak:
 
 
 def _cards(seen: Mapping[str, Any]) -> tuple[MomentPeak, ...]:
-    """Return the peaks of each card of a process that uses several."""
     cards = [_highest(peaks) for peaks in zip(*seen["moments"].values(), strict=True)]
     return tuple(cards) if sum(card.reserved_bytes > 0 for card in cards) > 1 else ()
 
 
 def _breakdown(result: DryResult, allocated_bytes: int) -> dict[Category, int]:
-    """Return the categories at the peak; what the recording does not know is a workspace."""
+    """Return the categories at the peak; memory missing from the recording counts as workspaces."""
     found: dict[Category, int] = {}
     for life in result.find_peak_blocks():
         category, _ = result.name_of(life)
         found[category] = found.get(category, 0) + life.num_bytes
     rest = allocated_bytes - sum(found.values())
-    # A block that is released while it is counted is in the recording, and not in the peak.
+    # A block released during the count is in the recording, but not in the peak.
     where: Category = "workspaces" if rest >= 0 else "activations"
     found[where] = found.get(where, 0) + rest
     return {name: num_bytes for name, num_bytes in found.items() if num_bytes > 0}
 
 
 def _groups(result: DryResult) -> Iterator[TensorsAtPeak]:
-    """Yield what takes most at the peak: equal blocks of one line as one."""
+    """Yield the largest tensors at the peak, equal blocks of one line as one."""
     counts: Counter[tuple[int, Category, str, str, Moment]] = Counter()
     for life in result.find_peak_blocks():
         category, name = result.name_of(life)
@@ -295,7 +294,7 @@ def _groups(result: DryResult) -> Iterator[TensorsAtPeak]:
 
 
 def _name_unsent(request: PlanRequest | None) -> Iterator[str]:
-    """Say what of a Trainer the dry run did not have."""
+    """Name the parts of a Trainer that the dry run did not have."""
     if request is None or not isinstance(request.source, TrainerSource):
         return
     yield from request.source.unread

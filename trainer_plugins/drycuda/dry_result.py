@@ -1,4 +1,4 @@
-"""DryResult: what a dry run has shown, with the allocator's recording of its fullest process."""
+"""DryResult: the readings of a dry run, with the allocator's recording of its fullest process."""
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
@@ -13,7 +13,7 @@ from trainer_plugins.snapshot.lives import BEFORE, Life
 from trainer_plugins.snapshot.oom import SnapshotCase, sum_reserved
 
 _MOST_POINTS = 400
-"""Of a timeline, and at most one more for each moment."""
+"""Of a timeline, plus at most one more for each moment."""
 
 _CATEGORIES: Mapping[HeldAs, Category] = {
     "parameters": "weights",
@@ -35,11 +35,11 @@ class SmallestCard(NamedTuple):
 
     card_bytes: int
     fails_on_less: str | None
-    """The line whose request fails on a smaller one."""
+    """The line whose allocation fails on a smaller card."""
 
 
 class DryResult:
-    """Holds what the processes of a command have seen, the fullest one first."""
+    """Holds the readings of a command's processes, the fullest one first."""
 
     def __init__(
         self, seen: list[dict[str, Any]], case: SnapshotCase, smallest: SmallestCard | None
@@ -56,11 +56,11 @@ class DryResult:
         return self.case.sorter.alive_at(self.case.held.position)
 
     def name_of(self, life: Life) -> tuple[Category, str]:
-        """Return what a block was for, and the parameter that it belonged to, if one."""
+        """Return the category of a block, and the parameter that it belongs to, if any."""
         return self._names.get(life.birth) or (_CATEGORIES[self.case.sorter.category(life)], "")
 
     def moment_of(self, position: int) -> Moment:
-        """Return the moment of an event; one before the recording is of the first."""
+        """Return the moment of an event; events before the recording belong to the first moment."""
         time_us = self.case.card.times[position] if position >= 0 else 0
         return self._moments[bisect_right(self._starts, time_us) - 1]
 
@@ -71,13 +71,13 @@ class DryResult:
 
     @property
     def failed_request(self) -> tuple[int, str | None]:
-        """Return what the fullest process asked for in vain, in bytes, and where; 0 if nothing."""
+        """Return the bytes and the line of the fullest process's failed allocation; 0 if none."""
         oom = self.case.oom
         return (oom.num_bytes, self.case.request.place) if oom is not None else (0, None)
 
     @cached_property
     def _names(self) -> dict[int, tuple[Category, str]]:
-        """Name allocations, by their events, from what lay at addresses at several times."""
+        """Name allocations by their events, from the tensors seen at their addresses over time."""
         found: dict[int, tuple[Category, str]] = {}
         for time_us, names in self.seen[0]["names"]:
             position = bisect_left(self.case.card.times, time_us) - 1

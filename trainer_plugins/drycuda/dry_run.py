@@ -1,4 +1,4 @@
-"""Runs a command on dry cards, and reads what its processes have seen."""
+"""Run a command on dry cards, and read the reports of its processes."""
 
 import json
 import os
@@ -40,13 +40,13 @@ from trainer_plugins.snapshot.pickled import NotReadableError
 from trainer_plugins.snapshot.stacks import meaning_of
 from trainer_plugins.units import size
 
-_MAY_IMPORT = ("deepspeed", "peft", "trl")  # what a request may need, and touches no card
+_MAY_IMPORT = ("deepspeed", "peft", "trl")  # imports that a request may need and that touch no card
 _LONGEST_SECONDS = 7 * 24 * 3600
 _LAST_LINES = 12
-_CAUSE = "Original error: "  # what bitsandbytes says of a library that cannot be loaded
+_CAUSE = "Original error: "  # bitsandbytes' prefix for the reason why a library cannot be loaded
 
 _ERROR = re.compile(r"(?:^|\]: )(?!\S*(?:ChildFailed|CalledProcess))[\w.]*(?:Error|Exception)\b")
-"""The line of an exception, also with the rank that torchrun puts before it."""
+"""The line of an exception, also behind torchrun's rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,13 +54,13 @@ class DryRun:
     """Describes a command to run, and the cards of the machine that it is meant for."""
 
     card: Card
-    """Of `NO_CARD` the plan says what is needed, and not whether it fits."""
+    """With `NO_CARD` the plan gives the memory, but not whether it fits."""
 
     command: Sequence[str] = ()
-    """What to start."""
+    """The program and its arguments."""
 
     request: PlanRequest | None = None
-    """What to train instead, by `inside/of_request.py`."""
+    """Trained instead of a command, by `inside/of_request.py`."""
 
     num_cards: int = 1
     host: HostLimits = field(default_factory=HostLimits)
@@ -70,40 +70,40 @@ class DryRun:
     """Optimizer steps after which the training ends."""
 
     alone: bool = False
-    """Whether only rank 0 runs, and the others are taken to be like it."""
+    """Run only rank 0, and assume that every other rank behaves like it."""
 
     timeout_seconds: float = 600
-    """After which the command and all that it started are ended."""
+    """The time limit, after which the command and every process it started are ended."""
 
     snapshot: Path | None = None
     """Where to keep the allocator's snapshot of the fullest card."""
 
     changed: Mapping[str, object] = field(default_factory=dict)
-    """Fields of TrainingArguments that are not as the command says."""
+    """Fields of TrainingArguments that replace the command's own."""
 
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables that the command gets besides those of this process."""
 
     allowed: Allowed = field(default_factory=Allowed)
-    """What the command may write for real, and whether it may reach other hosts."""
+    """Folders that the command may really write to, and whether it may reach other hosts."""
 
     foretells: bool = False
-    """Whether one run on cards without a limit is enough: the allocator's model says the rest."""
+    """Whether one run on unlimited cards is enough, and the allocator's model computes the rest."""
 
     @property
     def of_config(self) -> PlanRequest | None:
-        """Return the request if it is of a model's config; None of a Trainer or a command."""
+        """Return the request if it has a model's config; None for a Trainer or a command."""
         is_config = self.request is not None and isinstance(self.request.source, ConfigSource)
         return self.request if is_config else None
 
 
 def dry_run_of(request: PlanRequest, timeout_seconds: float) -> DryRun:
-    """Return what trains a request on dry cards.
+    """Return the dry run that trains a request.
 
     Raises:
         PlanError: the time limit or the allocator settings are wrong.
     """
-    if not 0 < timeout_seconds <= _LONGEST_SECONDS:  # NaN is in no order
+    if not 0 < timeout_seconds <= _LONGEST_SECONDS:  # also refuses NaN
         raise PlanError(
             "the time limit is a number of seconds, above 0 and of a week at most, "
             f"got {timeout_seconds}"
@@ -128,7 +128,7 @@ def dry_run_of(request: PlanRequest, timeout_seconds: float) -> DryRun:
 
 
 def run_dry(run: DryRun, tell: Callable[[str], None]) -> DryResult:
-    """Run a command or a request for `dry_plan`, and fetch what it needs for that."""
+    """Run a command or a request for `dry_plan`; first download missing parts."""
     if "TRAINER_PLUGINS_DRYCUDA" in os.environ:
         raise PlanError("this program plans in a dry run, which is a plan already")
     if os.environ.get("TRAINER_PLUGINS_FETCH") != "never":
@@ -141,11 +141,11 @@ def run_dry(run: DryRun, tell: Callable[[str], None]) -> DryResult:
                 raise
         else:
             return _resume_apart(run, result, dry, tell)
-    return run_dry(run, tell)  # on libraries that have the package's names too
+    return run_dry(run, tell)  # now on libraries that also export the package's names
 
 
 def _fetch_missing(error: str, tell: Callable[[str], None]) -> bool:
-    """Fetch the package that an error asks for; return whether it is there now."""
+    """Fetch the package that an error asks for; return whether that worked."""
     for name in PACKAGES:
         if name in error.replace("-", "_"):
             try:
@@ -158,7 +158,7 @@ def _fetch_missing(error: str, tell: Callable[[str], None]) -> bool:
 def _resume_apart(
     run: DryRun, result: DryResult, dry: DryCuda, tell: Callable[[str], None]
 ) -> DryResult:
-    """Let a second process resume what the run has saved, where it cannot do so by itself."""
+    """Resume from the run's checkpoint in a second process, if the run cannot do so itself."""
     if result.died or not any(each["resumes_apart"] for each in result.seen):
         return result
     num_bytes = _states_in_main_memory(dry.folder, result.seen[0]["world_size"], run)
@@ -178,7 +178,7 @@ def _resume_apart(
 
 
 def _run_once(run: DryRun, dry: DryCuda, tell: Callable[[str], None]) -> DryResult:
-    """Run the command once; what it has written stays with the card."""
+    """Run the command once; its output stays with the card."""
     for path in dry.folder.glob("seen-*.json"):
         path.unlink()
     environment = {
@@ -192,7 +192,7 @@ def _run_once(run: DryRun, dry: DryCuda, tell: Callable[[str], None]) -> DryResu
         file.write_bytes(pickle.dumps(run.request))
         imports = [name for name in _MAY_IMPORT if find_spec(name)]
         if run.request.uses_deepspeed:
-            imports.append("deepspeed.compile.backend")  # as its engine does, in each run
+            imports.append("deepspeed.compile.backend")  # as its engine imports it in each run
         seconds = run.timeout_seconds
         code = run_fork_to_end(file, imports, dry, environment, log, seconds)
     else:
@@ -217,17 +217,17 @@ _LAUNCHED = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("ACCELERATE_", "FSDP_", "TORCHELASTIC_"),
 )
-"""How the variables of a launched rank begin; a request says itself how it is launched."""
+"""Prefixes of a launched rank's variables; a request brings its own launch."""
 
 
 def _environment(run: DryRun) -> dict[str, str]:
-    """Return the environment of this process; of a rank that asks for a plan, what is not its."""
+    """Return this process's environment; for a request, without a launched rank's variables."""
     if run.request is None:
         return dict(os.environ)
     kept = {
         name: value
         for name, value in os.environ.items()
-        # transformers 4 uses the mixed precision of the environment, whatever the arguments say
+        # transformers 4 takes mixed precision from the environment, regardless of the arguments
         if name == "ACCELERATE_MIXED_PRECISION" or not name.startswith(_LAUNCHED)
     }
     path = os.pathsep.join((_path(run.request), str(package_site())))
@@ -240,8 +240,8 @@ def _environment(run: DryRun) -> dict[str, str]:
 def _path(request: PlanRequest) -> str:
     """Return this process's folders of modules.
 
-    Without the current folder, which a command line does not need, a `timeit.py` in it cannot
-    shadow Python's.
+    Leaving out the current folder, which a command line does not need, keeps a `timeit.py` in it
+    from shadowing Python's.
     """
     folders = [os.path.abspath(folder) for folder in sys.path]
     source = request.source
@@ -252,14 +252,14 @@ def _path(request: PlanRequest) -> str:
 
 
 def _states_in_main_memory(folder: Path, world_size: int, run: DryRun) -> int:
-    """Return what resuming copies at most: accelerate's FSDP shares out one file of all states."""
+    """Return the most that resuming copies: accelerate's FSDP shares out one file of all states."""
     whole = sum(path.stat().st_size for path in folder.rglob("optimizer.bin"))
     shares = sum(path.stat().st_size for path in folder.rglob("*optim_states.pt"))
     return shares + (whole // world_size if run.alone else whole)
 
 
 def _both(first: DryResult, resumed: DryResult) -> DryResult:
-    """Return what a run and its resuming take: the fuller one, or the one that died."""
+    """Merge a run and its resumption: take the fuller one, or the one that died."""
     is_fuller = _peak(resumed.seen[0]) > _peak(first.seen[0])
     both, less = (resumed, first) if resumed.died or is_fuller else (first, resumed)
     own = both.seen[0]
@@ -285,7 +285,7 @@ def _peak(seen: Mapping[str, Any], kind: int = 0) -> int:
 
 
 def _never_trained(code: int, log: Path, tell: Callable[[str], None]) -> str:
-    """Say why there is no answer: the error of the program, not that of its launcher."""
+    """Explain a missing result: by the error of the program, not that of its launcher."""
     lines = drop_leaks(log.read_text(errors="replace")).strip().splitlines()
     errors = [at for at, line in enumerate(lines) if _ERROR.search(line)]
     end = errors[-1] + 1 if errors else len(lines)
@@ -306,7 +306,7 @@ def _never_trained(code: int, log: Path, tell: Callable[[str], None]) -> str:
 def _smallest(
     folder: Path, seen: Sequence[Mapping[str, Any]], case: SnapshotCase, card: Card
 ) -> SmallestCard | None:
-    """Return the smallest card on which all processes complete; None if the model cannot say."""
+    """Return the smallest card on which all processes complete; None if the model cannot tell."""
     rules = case.repeated.rules if case.repeated is not None else AllocatorRules()
     found = SmallestCard(0, None)
     for process in seen:

@@ -1,6 +1,6 @@
-"""Runs a command with other TrainingArguments: how many rows fit, and what would make it fit.
+"""Vary the TrainingArguments of a command: find the most rows that fit, and changes that help.
 
-The arguments are changed as the program makes them, so any program can be asked. Each variation
+The arguments are changed as the program builds them, so this works with any program. Each variation
 takes one run.
 """
 
@@ -37,8 +37,8 @@ from trainer_plugins.units import size
 
 _EVALUATES: frozenset[Moment] = frozenset({"evaluation", "generation"})
 _ENOUGH = 2
-_MOST_OF_THE_PLANS_TIME = 1.5  # no second proposal is looked for after this part of it
-_MORE_SECONDS = 300  # and no first one when these have passed too
+_MOST_OF_THE_PLANS_TIME = 1.5  # in plan times: then we stop looking for a second proposal
+_MORE_SECONDS = 300  # and this much later for a first one
 
 
 class Variations:
@@ -47,7 +47,7 @@ class Variations:
     def __init__(self, run: DryRun, tell: Callable[[str], None]) -> None:
         self._run, self._tell = run, tell
         self._known: dict[str, DryAnswer] = {}
-        self._seconds = 0.0  # that the command took as it is
+        self._seconds = 0.0  # of the command as it is
 
     @cached_property
     def _as_given(self) -> DryAnswer:
@@ -71,7 +71,7 @@ class Variations:
 
     @property
     def _step(self) -> Step:
-        """Describe the step, of a command as far as it shows it: no figure of the card helps."""
+        """Describe the step, for a command as far as it is visible, without figures of the card."""
         plan, request = self.plan, self._run.of_config
         known = step_of(request, self.arguments, plan) if request is not None else None
         return known or Step(
@@ -93,7 +93,7 @@ class Variations:
 
     @property
     def fits(self) -> bool:
-        """Return whether the command fits as it is, with the planner's known error to spare."""
+        """Return whether the command fits as it is, even with the planner's known error."""
         return is_safe(self.plan)
 
     def search(self, show: Callable[[SearchLine], None]) -> SearchResult:
@@ -133,7 +133,7 @@ class Variations:
         )
 
     def proposals(self) -> MemoryPlan:
-        """Return the plan of the command with what would fit, if it does not fit itself."""
+        """Return the command's plan, with changes that would make it fit if it does not."""
         may_fit = self._weights_fit() or self._run.of_config is not None
         if self.plan.fits_card is not False or not may_fit:
             return self.plan
@@ -148,12 +148,13 @@ class Variations:
         return replace(self.plan, proposals=tuple(found), tried_without_success=tuple(failed))
 
     def first_that_fits(self, may: Collection[str]) -> tuple[Fitted | None, list[str]]:
-        """Return the least costly way in which the command fits, and what does not.
+        """Return the least costly changes with which the command fits, and the failed attempts.
 
-        Survival divides micro-batches and evaluations, if it can, so that rows, steps, schedule and
-        gradients stay. Else they stay whole, unless accumulation is known to be the same. `may`
-        allows bf16 ("precision"), an optimizer in 8 bits ("optim"), LoRA instead of the weights
-        ("peft") and TRL's rows cut in half ("length"), each after what keeps more.
+        Survival divides micro-batches and evaluations if it can, so that rows, steps, schedule and
+        gradients stay the same. Otherwise they stay whole, unless accumulation is known to be
+        equivalent. `may` allows bf16 ("precision"), an 8-bit optimizer ("optim"), LoRA instead of
+        the weights ("peft") and TRL's rows cut in half ("length"), each after changes that keep
+        more.
         """
         if not self._weights_fit():
             return None, ["the weights alone do not fit"]
@@ -177,7 +178,7 @@ class Variations:
         return is_same and not self._as_given.arguments.get("dataloader_drop_last")
 
     def _make_fitted(self, changes: tuple[Switch, ...], rows: int, plan: MemoryPlan) -> Fitted:
-        """Return what makes the command fit, where survival divides what it can."""
+        """Return changes with which the command fits, if survival divides all it can."""
         now = self._now
         divided = [each for each in changes if each.subject == "evaluation"]
         if self._explain_whole("evaluation"):
@@ -221,7 +222,7 @@ class Variations:
         if "length" in may and (length := given.get("max_length")):
             allowed.append(switches.cut_at(int(length) // 2))
             ways += [(*way, *allowed) for way in kept]
-        if not find_spec("triton"):  # Liger's kernels are Triton's, and it is to be run here
+        if not find_spec("triton"):  # Liger's kernels need Triton, and the run will be here
             ways = [way for way in ways if switches.FUSED_LOSS not in way]
         return ways
 
@@ -243,14 +244,14 @@ class Variations:
         return loaded is not None and loaded <= card.capacity_bytes - card.context_bytes
 
     def _shorter_evaluation(self, until: float) -> tuple[Switch, ...]:
-        """Return the change of rows with which an evaluation that is short fits, or is smallest."""
+        """Return the evaluation rows with which a short evaluation fits, or is smallest."""
         given = rows = int(self._as_given.arguments["per_device_eval_batch_size"])
         plan, card = self.plan, self._run.card
         while rows > 1 and time.monotonic() < until and short_moments(plan, card) & _EVALUATES:
             rows //= 2
             smaller = self._answer(turn(self._run, switches.eval_rows(rows))).plan
             freed, plan = plan.needed_bytes - smaller.needed_bytes, smaller
-            if -(plan.margin_bytes or 0) > freed:  # as where all outputs are kept
+            if -(plan.margin_bytes or 0) > freed:  # for example, if all outputs are kept
                 return ()  # half the rows free at most half of that
         return (switches.eval_rows(rows),) if rows != given else ()
 
@@ -261,7 +262,7 @@ class Variations:
     def _find_fits(
         self, ways: Sequence[tuple[Switch, ...]], sizes: list[int], failed: list[str], until: float
     ) -> Iterator[tuple[tuple[Switch, ...], int, MemoryPlan]]:
-        """Yield changes, rows and a plan that fits, and say of the others what is missing."""
+        """Yield changes, rows and a plan that fits; list in `failed` the shortage of the others."""
         tried_ways: list[tuple[Switch, ...]] = [()] if sizes == [self._now] else []
         useless, has_found = list[Switch](), False
         is_on = (switches.CHECKPOINTING,) if self._checkpoints else ()
@@ -304,16 +305,16 @@ class Variations:
         return f"{rows_in_words(rows, self._rows)}: {missing}"
 
     def _lacks(self, changes: Sequence[Switch], short: MemoryPlan | None, rows: int) -> int:
-        """Return how much is missing if all is gone that changes free; 0 if that is not known.
+        """Return the shortage even if the changes free all they can; 0 if unknown.
 
-        `short` is the plan of these rows as they are, if there is one.
+        `short` is the plan of these rows without changes, if there is one.
         """
         plan, part = short, 1.0
         of_training = [each for each in changes if each.subject != "evaluation"]
         if plan is None:
             plan, part = self.plan, rows / self._now
             if plan.moment in _EVALUATES or len(of_training) < len(changes):
-                return 0  # an evaluation has rows of its own
+                return 0  # an evaluation has its own rows
         if not all(each.frees for each in of_training):
             return 0
         freed = {name for each in of_training for name in each.frees}
@@ -322,9 +323,9 @@ class Variations:
     def _add_reduced_gradients(
         self, ways: Sequence[tuple[Switch, ...]]
     ) -> Iterator[tuple[Switch, ...]]:
-        """Yield each way, under FSDP also with gradients that each micro-batch reduces."""
+        """Yield each way, under FSDP also with gradients reduced in each micro-batch."""
         given = self._as_given
-        # this argument holds several values: what a user has set there would be lost
+        # This argument holds several values: we would overwrite the user's.
         adds = given.is_fsdp and self._rows > 1 and is_usual(given.arguments)
         for way in ways:
             yield way
@@ -332,7 +333,7 @@ class Variations:
                 yield (*way, switches.REDUCED_EACH_TIME)
 
     def explain_changes(self, changes: Sequence[str]) -> tuple[MemoryPlan, tuple[Saved, ...]]:
-        """Say what each of the changes saves that `changes_of` returned."""
+        """Predict the saving of each change that `changes_of` returned."""
         plan = self.plan
         return plan, tuple(measure_saving(each, plan, self._plan_with(each)) for each in changes)
 
@@ -358,8 +359,8 @@ class Variations:
     ) -> tuple[int, MemoryPlan]:
         """Find the most rows at once that fit safely; the fewest if none do.
 
-        Not `in_full`, it begins where rows would fit that take what those of the fewest do, and
-        looks for no more.
+        Unless `in_full`, start with an estimate from the memory of the fewest rows, and stop at the
+        first size that fits.
         """
         run = reduce(turn, changes, self._run)
 

@@ -1,4 +1,4 @@
-"""Predicts runs on dry cards, for this process and for code that calls `plan_run`."""
+"""Predict runs on dry cards, for this process and for callers of `plan_run`."""
 
 import os
 import time
@@ -38,27 +38,27 @@ def plan_run(
 ) -> MemoryPlan:
     """Predict how much GPU memory a run will need, without a GPU.
 
-    The unmodified Trainer runs three steps in another process, by torch's own code for CUDA, on a
+    The unmodified Trainer runs three steps in another process, with torch's own CUDA code, on a
     card that computes nothing (docs/dry.md). The first plan of a process takes twelve seconds or
-    more, six of which import torch and transformers; each further one takes less. Where the
-    installed torch is not built for CUDA, the first plan on a machine fetches the build that is
-    (700 MB), unless TRAINER_PLUGINS_FETCH is "never".
+    more, six of which import torch and transformers; each further one takes less. If the installed
+    torch was not built for CUDA, the first plan on a machine downloads the build that is (700 MB),
+    unless TRAINER_PLUGINS_FETCH is "never".
 
     Args:
         trainer_or_config: a Trainer before training, which is not changed; or a model's config: the
             config object, a dict, the path of its file or folder, or a name in the hub's cache.
         training_args: with a config: TrainingArguments, or a dict of their fields.
-        seq_length: with a config: tokens in each row (default: that of TRL's `max_length` in
+        seq_length: with a config: tokens in each row (default: TRL's `max_length` in
             `training_args`, else 2048).
         target_length: with an encoder-decoder's config: tokens in each label (default:
             `seq_length`).
-        dtype: with a config: for example "bfloat16" (default: what `from_pretrained` chooses).
+        dtype: with a config: for example "bfloat16" (default: as `from_pretrained` chooses).
         peft_config: with a config: a PeftConfig, or a dict of its fields.
         quantization_config: with a config: a BitsAndBytesConfig, or a dict of its fields.
         prepare_kbit: whether `prepare_model_for_kbit_training` is called on a quantised model
             (default: yes).
         gpu: a card by name or size, for example "h100-80gb" or "24GiB" (default: the Trainer's
-            card). Without a card, the plan says what the run needs, and not whether it fits.
+            card). Without a card, the plan gives the memory of the run, but not whether it fits.
         allocator: the text of PYTORCH_ALLOC_CONF (default: the settings of this process).
         num_gpus: cards that train together (default: the Trainer's ranks, else from
             `accelerate_config`, else 1).
@@ -73,7 +73,7 @@ def plan_run(
 
     Raises:
         PlanError: the input is wrong, or the run ended before it trained. It is a ValueError.
-        NotPredicted: the input is valid, but no dry run can be made of it. It is a PlanError.
+        NotPredicted: the input is valid, but has no dry run. It is a PlanError.
     """
     run = RunOptions(
         training_args=training_args,
@@ -101,7 +101,7 @@ def plan_run(
 def predict_one(
     request: PlanRequest, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
 ) -> MemoryPlan:
-    """Predict one run, with what would make it fit if the request asks for that."""
+    """Predict one run, with changes that would make it fit if the request asks for them."""
     variations = Variations(dry_run_of(request, timeout_seconds), lambda _: None)
     return variations.proposals() if request.proposes else variations.plan
 
@@ -109,7 +109,7 @@ def predict_one(
 def predict_all(
     requests: Sequence[PlanRequest], timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
 ) -> list[MemoryPlan | PlanError]:
-    """Predict runs one after the other, all in this time: plans, or why there is none."""
+    """Predict runs one after the other, within one time limit: plans, or why there is none."""
     until = time.monotonic() + timeout_seconds
     return [_plan_or_error(request, until) for request in requests]
 

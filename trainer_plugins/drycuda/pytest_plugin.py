@@ -1,4 +1,4 @@
-"""The fixture `dry_cuda`: a script of a test on cards that are not there.
+"""The fixture `dry_cuda` runs a test's script on cards that do not exist.
 
 In a conftest.py: `pytest_plugins = ["trainer_plugins.drycuda.pytest_plugin"]`.
 """
@@ -18,7 +18,7 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture
 def dry_cuda() -> Run:
-    """Run a script in a new process on dry cards; the test is skipped where there can be none."""
+    """Run a script in a new process on dry cards; skip the test if they are not available."""
     if reason := unavailable_reason():
         pytest.skip(reason)
     return run
@@ -32,15 +32,15 @@ def run(
     numbers: bool = False,
     timeout_seconds: float = 600,
 ) -> "subprocess.CompletedProcess[str]":
-    """Run a script to its end, and return its exit code and what it wrote.
+    """Run a script to its end, and return its exit code and output.
 
     Args:
         script: the path of a file, or the code itself.
-        arguments: of the script.
+        arguments: the script's arguments.
         gpu: a card by name, or its size.
-        num_gpus: how many there are.
+        num_gpus: the number of cards.
         numbers: compute every operator, so that a small model really trains.
-        timeout_seconds: after which it is ended, with `subprocess.TimeoutExpired`.
+        timeout_seconds: the time limit, which raises `subprocess.TimeoutExpired`.
     """
     first = [str(script)] if isinstance(script, Path) else ["-c", script]
     with DryCuda(card_of(gpu), num_gpus, numbers=numbers) as dry:

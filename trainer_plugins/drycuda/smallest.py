@@ -1,7 +1,7 @@
-"""Finds the least memory with which a run completes, from what its allocator has recorded.
+"""Find the least memory with which a run completes, from its allocator's recording.
 
-What the run asked for is repeated on the model of torch's allocator, which releases its cache where
-a card is full, by bisection. The model gives every block of a dry run the address that it had.
+By bisection, we repeat the run's requests on the model of torch's allocator, which flushes its
+cache on a full card. The model gives every block of a dry run its recorded address.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,24 +18,23 @@ _EMPTY = -1
 def smallest_room(
     card: SnapshotCard, rules: AllocatorRules, room_bytes: int
 ) -> tuple[int, int | None] | None:
-    """Return the least memory with which the events of a card go through.
+    """Return the least memory with which a card's events succeed.
 
-    It is a multiple of 1 MiB, without the context. The second number is that of the event that
-    fails on 1 MiB less. `room_bytes` is what the allocator could have of the recorded card.
-
-    Returns None if the model does not repeat the recorded peak, as with the pools of CUDA graphs,
-    or if the first events are lost.
+    It is a multiple of 1 MiB, without the context. The second number is the event that fails with 1
+    MiB less. `room_bytes` is the allocator's share of the recorded card. Returns None if the model
+    does not repeat the recorded peak, as with the pools of CUDA graphs, or if the first events are
+    lost.
     """
     run = [*_steps(card, room_bytes)]
     whole = AllocatorModel(room_bytes, rules)
     reserved = max(sum_reserved(card))
     try:
         is_same = _failure(whole, run) is None and whole.peak_reserved_bytes == reserved
-    except KeyError:  # a block is freed that was allocated before the first event
+    except KeyError:  # frees a block that was allocated before the first event
         return None
     if not is_same:
         return None
-    low, high = whole.peak_allocated_bytes // MIB, -(-reserved // MIB)  # high goes through
+    low, high = whole.peak_allocated_bytes // MIB, -(-reserved // MIB)  # high succeeds
     fails_at = None
     while low < high:
         middle = (low + high) // 2
@@ -50,14 +49,14 @@ def smallest_room(
 class _Step(NamedTuple):
     address: int
     num_bytes: int
-    """0 of a block that is freed; `_EMPTY` where the program released the cache."""
+    """0 for a block that is freed; `_EMPTY` where the program flushed the cache."""
 
     stream: int
     event: int
 
 
 def _steps(card: SnapshotCard, room_bytes: int) -> Iterator[_Step]:
-    """Yield what the program did; what a full card released is not of the program."""
+    """Yield the program's own actions, without the flushes of a full card."""
     reserved, released = sum_reserved(card)[0], 0
     for number, event in enumerate(card.events):
         if event.action == "segment_free":
@@ -74,7 +73,7 @@ def _steps(card: SnapshotCard, room_bytes: int) -> Iterator[_Step]:
 
 
 def _failure(model: AllocatorModel, run: list[_Step]) -> int | None:
-    """Return the event that a card refuses; None if all go through."""
+    """Return the event that a card refuses; None if all succeed."""
     blocks: dict[int, Block] = {}
     malloc: Callable[[int, int], Block] = model.malloc
     for address, num_bytes, stream, event in run:

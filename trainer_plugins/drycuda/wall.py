@@ -1,7 +1,7 @@
-"""Keeps a dry run away from the user's files, accounts and network.
+"""Keep a dry run away from the user's files, accounts and network.
 
-`namespaces.py` does it where the kernel gives the command namespaces of its own; elsewhere, as in
-many containers, `card/wall.cpp` refuses what would write for real.
+`namespaces.py` does so where the kernel gives the command its own namespaces; elsewhere, as in many
+containers, `card/wall.cpp` refuses real writes.
 """
 
 import functools
@@ -28,7 +28,7 @@ _REFUSALS = {
         "reaches no other program: --allow-network lets it"
     ),
 }
-"""What an error says if the wall was in the way, and what to do."""
+"""Words in errors that the wall causes, each with the cause and the fix."""
 
 OFFLINE = {
     "HF_HUB_OFFLINE": "1",
@@ -41,28 +41,28 @@ OFFLINE = {
     "AXOLOTL_DO_NOT_TRACK": "1",
     "DO_NOT_TRACK": "1",
 }
-"""What trackers and the hub read when they are imported, so it has to be there before Python is."""
+"""Trackers and the hub read these on import, so they have to be set before Python starts."""
 
 _SCRIPT_LINE = re.compile(r'^(?:\[rank\d+\]: *)? *File "([^"]+)", line (\d+)', re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Allowed:
-    """Names what a dry run may do for real."""
+    """Lists the exceptions that a dry run gets from the wall."""
 
     writes: tuple[Path, ...] = ()
-    """Folders and files in which it may write, rename and delete."""
+    """Folders and files that it may write, rename and delete."""
 
     network: bool = False
-    """Whether it may connect to other hosts, and to other programs of this one."""
+    """Whether it may connect to other hosts, and to other programs on this one."""
 
 
 class Wall:
     """Puts commands behind a wall.
 
     Args:
-        scratch: a folder that is written for real, and deleted after the run.
-        allowed: what the command may do for real besides.
+        scratch: a folder that is really written, and deleted after the run.
+        allowed: further exceptions for the command.
 
     Raises:
         PlanError: a folder of `allowed` does not exist.
@@ -79,7 +79,7 @@ class Wall:
         self.has_namespaces = find_obstacle() is None
 
     def command(self, command: Sequence[str]) -> list[str]:
-        """Return a command that runs the one given behind the wall."""
+        """Return the command that runs `command` behind the wall."""
         if not self.has_namespaces:
             return list(command)
         python = [sys.executable, "-I", "-S", _NAMESPACES]
@@ -97,7 +97,7 @@ class Wall:
         }
 
     def environment(self, libraries: Path) -> dict[str, str]:
-        """Return the variables of a command behind the wall; `LD_PRELOAD` is one to put in front.
+        """Return the variables of a command behind the wall; put its `LD_PRELOAD` first.
 
         Args:
             libraries: the folder with the libraries of the dry card.
@@ -114,12 +114,12 @@ class Wall:
             "TRAINER_PLUGINS_DRY_WALL": ":".join(real),
             "TRAINER_PLUGINS_DRY_NETWORK": str(int(self._network)),
             "TMPDIR": str(temporary),
-            "PYTHONDONTWRITEBYTECODE": "1",  # or each module would be noted as refused
+            "PYTHONDONTWRITEBYTECODE": "1",  # otherwise each module would be noted as refused
         }
 
 
 def explain_refusal(log: str) -> str:
-    """Say, to go behind the error of a command, that the wall was in its way; else nothing."""
+    """Return a note for the error of a command that the wall stopped; else nothing."""
     does = next((does for words, does in _REFUSALS.items() if re.search(words, log)), None)
     if does is None:
         return ""
@@ -135,7 +135,7 @@ def explain_refusal(log: str) -> str:
 
 @functools.cache
 def find_obstacle() -> str | None:
-    """Say why commands get no namespaces here; None if they do."""
+    """Return why commands get no namespaces here; None if they do."""
     with tempfile.TemporaryDirectory(prefix="trainer-plugins-wall-") as folder:
         asked = json.dumps({"scratch": folder, "real": [], "network": False})
         probe = [sys.executable, "-I", "-S", _NAMESPACES, asked, "true"]
@@ -145,13 +145,13 @@ def find_obstacle() -> str | None:
 
 
 def unlock(scratch: Path) -> None:
-    """Let folders be deleted that an overlay made for itself."""
+    """Make an overlay's own folders deletable."""
     for path in scratch.glob("layers/*/work/work"):
         path.chmod(0o700)
 
 
 def _caches() -> list[Path]:
-    """Return the caches in which a dry run leaves what it made: ours, datasets, and extensions."""
+    """Return the caches in which a dry run leaves its results: ours, datasets, and extensions."""
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     of_hub = Path(os.environ.get("HF_HOME") or caches / "huggingface")
     return [

@@ -1,1 +1,1 @@
-"""explain: a log, a snapshot or a run's record says why it ran out of memory, without torch."""
+"""Explain why a run ran out of memory, from a log, a snapshot or its record, without torch."""

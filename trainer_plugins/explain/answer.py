@@ -1,4 +1,4 @@
-"""Explanation: causes in order, with evidence, and remedies, with where their effect is from."""
+"""Explanation: causes in order, with evidence, and remedies, with the source of their effect."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -10,7 +10,7 @@ from trainer_plugins.record.oom_record import Frame, Process
 
 Certainty = Literal["certain", "likely", "possible"]
 # From the planner for this run, the allocator's model over a snapshot, the numbers of the message,
-# or from practice and not checked here.
+# or common practice, not checked here.
 Grade = Literal["predicted", "replayed", "arithmetic", "known"]
 GRADES: Mapping[Grade, str] = {
     "predicted": "predicted",
@@ -18,8 +18,8 @@ GRADES: Mapping[Grade, str] = {
     "arithmetic": "by arithmetic",
     "known": "not checked",
 }
-# Of a record: the error's words, the allocator and driver after it, the count of what was alive,
-# the steps before it, the failing batch, the model's config, the arguments, the driver's list.
+# For a record: the error's words, the allocator and driver after it, the count of live tensors, the
+# steps before it, the failing batch, the model's config, the arguments, the driver's list.
 ShownBy = Literal[
     "message", "reading", "live tensors", "timeline", "batch", "config", "arguments", "processes",
     "main memory", "text", "snapshot",
@@ -31,7 +31,7 @@ _EXPORT = re.compile(r"^export (\w+)=(\S+)")
 
 
 class BriefLine(NamedTuple):
-    """Holds a line of a brief answer, and the word before it."""
+    """Holds a line of a brief answer, and its label."""
 
     label: str
     text: str
@@ -42,20 +42,20 @@ class BriefLine(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocation:
-    """Describes blocks on the card that one stack asked for, or a tensor that something holds."""
+    """Describes blocks on the card allocated from one stack, or a tensor and its holder."""
 
-    num_bytes: int  # of all of them, as the allocator rounds them
+    num_bytes: int  # in total, as the allocator rounds them
     requested_bytes: int
     count: int = 1
-    category: str = ""  # what they are for; empty if unknown
-    place: str = ""  # the source line, or what holds it: `MyCallback.outputs[0]`
+    category: str = ""  # their use; empty if unknown
+    place: str = ""  # the source line, or the holder: `MyCallback.outputs[0]`
     shape: tuple[int, ...] = ()
     frames: tuple[Frame, ...] = ()  # the innermost first, all that were recorded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numbers:
-    """Holds the numbers of the moment that is explained; None is not known. Sizes in bytes."""
+    """Holds the numbers of the moment to explain; None is unknown. Sizes in bytes."""
 
     rank: int | None = None
     card: int | None = None  # its index, as the process counts
@@ -63,31 +63,31 @@ class Numbers:
     stream: int | None = None
     pool: Literal["small", "large"] | None = None  # of the allocator
     call: str = ""  # the method that raised: `train`, `evaluate`
-    moment: str = ""  # what the run was doing: `train`, `eval`, `save`
+    moment: str = ""  # the phase of the run: `train`, `eval`, `save`
     part: str = ""  # of the step: `forward`, `backward`, `optimizer`, `loss`
-    step: int | None = None  # as the Trainer counts; of a snapshot, steps within the trace
+    step: int | None = None  # as the Trainer counts; for a snapshot, steps within the trace
     event_index: int | None = None  # in the snapshot's trace of this card
-    peak_event_index: int | None = None  # after which most was allocated
+    peak_event_index: int | None = None  # of the event after which most was allocated
     requested_bytes: int | None = None  # as the source states it
-    rounded_bytes: int | None = None  # the block that the allocator looks for
+    rounded_bytes: int | None = None  # the block size that the allocator looks for
     capacity_bytes: int | None = None
-    limit_bytes: int | None = None  # what the process may use, if it was limited
-    free_bytes: int | None = None  # what the card had left
+    limit_bytes: int | None = None  # the limit of the process, if there was one
+    free_bytes: int | None = None  # free memory of the card
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
-    unused_bytes: int | None = None  # reserved, and in no tensor
+    unused_bytes: int | None = None  # reserved, but in no tensor
     others_bytes: int | None = None  # neither free nor torch's: other processes, libraries
-    largest_gap_bytes: int | None = None  # the longest stretch that was reserved and unused
+    largest_gap_bytes: int | None = None  # the longest reserved and unused stretch
     peak_allocated_bytes: int | None = None
     peak_reserved_bytes: int | None = None
-    categories: Mapping[str, int] = field(default_factory=dict)  # what the memory was for
+    categories: Mapping[str, int] = field(default_factory=dict)  # the use of the memory
     allocations: tuple[Allocation, ...] = ()  # the ten largest
     frames: tuple[Frame, ...] = ()  # of the request, the innermost first
-    processes: tuple[Process, ...] = ()  # on the card, as far as they are named
+    processes: tuple[Process, ...] = ()  # on the card, as far as they are listed
 
 
 class Stated(TypedDict):
-    """Holds those of `Numbers` that an error or a reading states, for the sentences on it."""
+    """Holds those of `Numbers` that an error or a reading states, for sentences on it."""
 
     requested_bytes: int | None
     capacity_bytes: int | None
@@ -101,45 +101,45 @@ class Stated(TypedDict):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """Holds one number of a cause's evidence; the sentence that states it is made of it."""
+    """Holds one number of a cause's evidence, from which its sentence is built."""
 
     name: str  # with its unit: `kept_bytes`, `live_fraction`; `num_rows` is a count
     value: int | float
-    shown_by: ShownBy  # what it was read from
-    sentence: int  # which of `evidence` states it; the first is 0
+    shown_by: ShownBy  # the source of the number
+    sentence: int  # the index in `evidence` of the sentence that states it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """Names one reason for an OOM, and what shows it."""
+    """Names one reason for an OOM, and its evidence."""
 
     code: str  # a stable name in kebab case, explained in `docs/explain.md`: `eval-logits`
     grade: Certainty  # `certain` follows from the numbers or words, `possible` is a guess
     summary: str  # what is wrong, as one sentence without a full stop
     evidence: tuple[str, ...]  # numbers, words and frames, each as one sentence
-    doubt: str = ""  # what cannot be decided here, and what would settle it; empty if nothing
-    data: Mapping[str, int | float | str] = field(default_factory=dict)  # the evidence, by name
+    doubt: str = ""  # the open question, and how to settle it; empty if there is none
+    data: Mapping[str, int | float | str] = field(default_factory=dict)  # the evidence by name
     figures: tuple[Figure, ...] = ()  # the numbers of the evidence, in its order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remedy:
-    """Says one thing to do, as the user types it."""
+    """Describes one remedy, as the user types it."""
 
     json_properties: ClassVar[tuple[str, ...]] = ("fits", "flags", "variables")
 
     do: str  # a flag, an `export` line or a command, ready to be copied
-    effect: str  # what it changes, in GiB where that is known, and why it helps this case
-    grade: Grade  # where the effect comes from
-    price: str = ""  # what it costs in speed or exactness; empty if nothing
-    cause: str = ""  # the code of the cause that it answers
-    # What the planner predicts for the run with it, or the replay of the snapshot; None: nothing.
+    effect: str  # its effect, in GiB if known, and why it helps in this case
+    grade: Grade  # the source of the effect
+    price: str = ""  # its cost in speed or exactness; empty if there is none
+    cause: str = ""  # the code of the cause it addresses
+    # The peak predicted by the planner, or replayed from the snapshot; None if neither.
     predicted_peak_bytes: int | None = None
-    spare_bytes: int | None = None  # of the card at that peak; negative if it is short
+    spare_bytes: int | None = None  # of the card at that peak; negative if too small
 
     @property
     def fits(self) -> bool | None:
-        """Return whether the card is large enough with it; None if that is not known."""
+        """Return whether the card is large enough with it; None if unknown."""
         return None if self.spare_bytes is None else self.spare_bytes >= 0
 
     @property
@@ -160,18 +160,18 @@ class Remedy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """Answers why something ran out of memory."""
+    """Explains an out-of-memory error."""
 
-    subject: str  # what was read: a file, standard input, a run directory
+    subject: str  # the source: a file, standard input, a run directory
     causes: tuple[Cause, ...]  # the first is the answer; empty if no OOM was found
     remedies: tuple[Remedy, ...]  # the first is the one to try first
-    facts: tuple[str, ...] = ()  # what else is known: numbers, categories, the largest tensors
-    unknown: tuple[str, ...] = ()  # what is not known, and why
+    facts: tuple[str, ...] = ()  # other known facts: numbers, categories, the largest tensors
+    unknown: tuple[str, ...] = ()  # open questions, with the reason
     numbers: Numbers = field(default_factory=Numbers)
-    before: Numbers | None = None  # of the first of two snapshots that are compared
+    before: Numbers | None = None  # of the earlier of two compared snapshots
 
     def brief(self) -> Iterator[BriefLine]:
-        """Yield the cause, what shows it best, and what to do first; and how much more is known."""
+        """Yield the cause, the best evidence, the first remedy, and the number of further lines."""
         first = self.causes[0]
         yield BriefLine("Why", f"{first.summary}  [{first.grade}: {first.code}]")
         known = sorted(

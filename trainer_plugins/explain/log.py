@@ -1,4 +1,4 @@
-"""explain_log: answers a log by the record that its run wrote, where the log names one."""
+"""Explain a log by the record that its run wrote, if the log names one."""
 
 import re
 import shlex
@@ -14,7 +14,7 @@ from trainer_plugins.printable import printable
 from trainer_plugins.record.folder import output_dir_of, places_of_run, read_one
 from trainer_plugins.record.oom_record import OomRecord
 
-# How `upkeep/post_mortem.py` names a record. No other name is followed, whatever a log holds.
+# The message of `upkeep/post_mortem.py` about a record. We follow no other name found in a log.
 _NAMED = re.compile(
     r"trainer_plugins: (rank \d+ ran out of memory in .{1,80}?):"
     r" see (.*?oom-rank\d+(?:-\d+)?\.json), or trainer-plugins explain (.+)"
@@ -22,7 +22,7 @@ _NAMED = re.compile(
 
 
 class _NamedRecord(NamedTuple):
-    words: str  # which rank the record is of, and when that ran out of memory
+    words: str  # the rank of the record, and when it ran out of memory
     record: str
     folder: str  # the output_dir of the run
 
@@ -30,14 +30,14 @@ class _NamedRecord(NamedTuple):
 def explain_log(stream: BinaryIO, subject: str, predicts: bool = False) -> Explanation:
     """Explain the first OOM of a log of any size, or the record of `OOMReporter` that it names.
 
-    There are no causes if it has no OOM; ValueError if it is empty or no text.
+    A log without an OOM gives no causes; ValueError if it is empty or not text.
     """
     excerpt = find_oom(stream)
     named = list(dict.fromkeys(_find_named_records(excerpt)))
     for each in named:
         for path, folder in _places(each, Path(subject).parent):
             record = read_one(path, OomRecord)
-            # One of an earlier or later run may have the same path.
+            # A record of an earlier or later run may have the same path.
             if record is not None and record.words == each.words:
                 from trainer_plugins.explain.run import explain_record
 
@@ -64,7 +64,7 @@ def _find_named_records(excerpt: Excerpt) -> Iterator[_NamedRecord]:
 
 
 def _places(named: _NamedRecord, folder: Path) -> Iterator[tuple[Path, Path]]:
-    """Yield where a record may be, and its output_dir, in which the log may lie."""
+    """Yield possible paths of a record, each with its output_dir, which may hold the log."""
     for base in (folder, Path()):
         yield base / named.record, base / named.folder
     for place in places_of_run(folder):

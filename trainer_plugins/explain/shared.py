@@ -1,4 +1,4 @@
-"""Texts, records and snapshots share these: whose a frame is, words of causes, and remedies."""
+"""Provide helpers for texts, records and snapshots: sentences, causes, and remedies."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ def quote(words: str, most: int = 200) -> str:
 
 
 _ALIKE = 1.5  # the largest over the smallest: ranks of one launch, not strangers
-FRAGMENTED_FRACTION = 0.04  # of the card: less than this, unused, would help no request
+FRAGMENTED_FRACTION = 0.04  # of the card: less unused memory than this would help no request
 
 SUMMARIES: Mapping[str, str] = {
     "adapter-delta": "LoRA makes a delta as large as the weights that it adapts",
@@ -66,7 +66,7 @@ SUMMARIES: Mapping[str, str] = {
 
 
 class Said(NamedTuple):
-    """Holds a sentence with names in braces, and what they stand for; None is not known.
+    """Holds a sentence with names in braces, and their values; None is unknown.
 
     >>> from trainer_plugins.units import GIB
     >>> str(say("{num_rows} rows of {row_bytes} in {where}", num_rows=2, row_bytes=GIB, where="a"))
@@ -88,7 +88,7 @@ class Said(NamedTuple):
 
 
 def say(words: str, **values: int | float | str | None) -> Said:
-    """Make a sentence of numbers, whose names carry the unit, and of words."""
+    """Build a sentence from words and from numbers, whose names carry the unit."""
     return Said(words, values)
 
 
@@ -111,9 +111,10 @@ def cause(
     grade: Certainty | None = None,
     **data: int | float | str,
 ) -> Cause:
-    """Make a cause with harmless words; without a grade it is likely with a doubt, else certain.
+    """Build a cause from harmless words; the default grade is likely with a doubt, else certain.
 
-    `data` is what it was judged by beside the figures of the evidence; names carry the unit.
+    `data` has the numbers it was judged by besides the figures of the evidence; names carry the
+    unit.
     """
     if is_sure:
         doubt = ""
@@ -136,7 +137,7 @@ def cause(
 
 
 def insert_sentence(found: Cause, sentence: Said, at: int) -> Cause:
-    """Put a sentence into the evidence of a cause, before the one at a position."""
+    """Insert a sentence into the evidence of a cause, before the one at a position."""
     figures = [replace(one, sentence=one.sentence + (one.sentence >= at)) for one in found.figures]
     figures = sorted([*figures, *sentence.figures(at)], key=lambda each: each.sentence)
     return replace(
@@ -147,7 +148,7 @@ def insert_sentence(found: Cause, sentence: Said, at: int) -> Cause:
     )
 
 
-# The numbers that a cause is judged by, beside those that it names itself.
+# The numbers that a cause is judged by, besides those that it names itself.
 _ALWAYS = ("requested_bytes", "free_bytes", "allocated_bytes", "capacity_bytes")
 _EVIDENCE: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("foreign", "engine-share", "mps-other"), (*_ALWAYS, "others_bytes")),
@@ -172,7 +173,7 @@ def add_numbers(
 
 
 def is_in_pieces(asked: int, unused: int, free: int, total: int) -> bool:
-    """Return whether what the allocator held unused was enough, but in pieces."""
+    """Return whether the unused reserved memory was enough, but fragmented."""
     is_worth_it = unused >= asked / 2 and unused >= FRAGMENTED_FRACTION * total
     return 0 < asked <= unused + free and is_worth_it
 
@@ -184,7 +185,7 @@ def are_alike(own: int, others: Sequence[int]) -> bool:
     return all_alike or (len(sizes) > 1 and sizes[-1] <= _ALIKE * sizes[0])
 
 
-# What `survive_oom` writes where it cannot help.
+# The words of `survive_oom` when it cannot help.
 SURVIVAL_REFUSED = re.compile(
     r"survive_oom (could not help|cannot help|does nothing in this run)"
     r"|\[?(out-of-memory-refused|gradients-in-doubt)\b"
@@ -199,9 +200,9 @@ def remedy(
     by_arithmetic: object = False,
     **values: object,
 ) -> Remedy:
-    """Make a remedy of an advice, as typed or by its door; `values` fill its spelling there.
+    """Build a remedy from an advice, as typed or by its door; `values` fill its spelling there.
 
-    Without a door it is the first one that has a spelling, except arguments in a script.
+    By default, use the first door that has a spelling, except arguments in a script.
     """
     if do is None:
         do = next(door for door in advice.spellings if door is not Door.ARGUMENTS)
@@ -218,7 +219,7 @@ def remedy(
 def remedies_for(
     cause: str, order: Iterable[Advice], made: Callable[[Advice], Remedy | None], vendor: Vendor
 ) -> Iterator[Remedy]:
-    """Yield what `made` makes of each advice, in the vendor's words; None does not apply."""
+    """Yield the remedy that `made` builds from each advice, in the vendor's terms; skip None."""
     for advice in order:
         if advice.only_on and vendor.name not in advice.only_on:
             continue

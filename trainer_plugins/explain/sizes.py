@@ -1,4 +1,4 @@
-"""Compares the size that was refused with what a tensor takes.
+"""Compare the size of a failed request with the size of a tensor.
 
 For a tensor of 10 MiB or more torch asks the driver for a multiple of 2 MiB (kMinLargeAlloc and
 kRoundLarge of CUDACachingAllocator), and prints that with two digits after the point.
@@ -9,11 +9,11 @@ from math import ceil, floor
 from trainer_plugins.units import GIB, MIB
 
 _LEAST_BYTES, _ROUNDED_BYTES = 10 * MIB, 2 * MIB
-_SELDOM = 64  # one of 64 sizes has a number of units as round by chance
+_SELDOM = 64  # by chance, one in 64 sizes gives as round a number of units
 
 
 def is_size_of(asked_bytes: int, num_bytes: int) -> bool:
-    """Return whether a tensor of this size may be what was refused.
+    """Return whether the failed request may be a tensor of this size.
 
     >>> is_size_of(int(3.91 * GIB), 8192 * 128_256 * 4), is_size_of(int(3.91 * GIB), 4 * GIB)
     (True, False)
@@ -24,7 +24,7 @@ def is_size_of(asked_bytes: int, num_bytes: int) -> bool:
 
 
 def match_tokens(asked_bytes: int, token_bytes: int, rows: int, length: int) -> int | None:
-    """Return the tokens of a batch whose tensor may have been refused; None if it was another.
+    """Return the tokens of a batch whose tensor the failed request may be; None if it was another.
 
     A loss drops the first token of each row.
     """
@@ -33,7 +33,7 @@ def match_tokens(asked_bytes: int, token_bytes: int, rows: int, length: int) -> 
 
 
 def count_units(asked_bytes: int, unit_bytes: int) -> int | None:
-    """Return how many units, as tokens, were refused, if that is so round that it is meant.
+    """Return the number of units, such as tokens, in the failed request, if suspiciously round.
 
     >>> count_units(int(3.91 * GIB), 128_256 * 4), count_units(int(3.91 * GIB), 152_064 * 4)
     (8192, None)

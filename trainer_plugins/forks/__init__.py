@@ -1,7 +1,7 @@
-"""Runs modules in processes forked from a server that has imported what they need.
+"""Runs modules in processes forked from a server that has already imported their dependencies.
 
-Importing torch and transformers takes four seconds of CPU time; a process that is forked after the
-imports does not spend them. A server belongs to the process that started it, and ends with it.
+Importing torch and transformers takes four seconds of CPU time; a process forked after the imports
+skips that. A server belongs to the process that started it, and ends with it.
 """
 
 import contextlib
@@ -29,21 +29,21 @@ _MAY_DIFFER = re.compile(
     r"|(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|SIMGPU_CARD|TRAINER_PLUGINS_\w+"
     r"|ACCELERATE_(MIXED_PRECISION|TORCH_DEVICE|USE_CPU)"
 )
-"""The variables that may have another value in a forked process than in its server.
+"""Variables whose value may differ between a forked process and its server.
 
-torch, transformers and what they import read some 400 variables during the import. Any variable
-that is not listed here counts as one of these. The listed ones are read later, when they are used;
-for TORCHINDUCTOR_CACHE_DIR and PYTORCH_NVML_BASED_CUDA_CHECK, libraries set their own defaults.
-`tests/test_forks.py` checks what is read.
+torch, transformers and their dependencies read some 400 variables during import; any variable not
+listed here is assumed to be one of them. The listed ones are read later, when they are used; for
+TORCHINDUCTOR_CACHE_DIR and PYTORCH_NVML_BASED_CUDA_CHECK, libraries set their own defaults.
+`tests/test_forks.py` checks which variables are read.
 """
 
 _NO_THREADS = {
-    "OPENBLAS_NUM_THREADS": "1",  # numpy's BLAS starts its threads when it is loaded
-    "JE_ARROW_MALLOC_CONF": "background_thread:false",  # so does pyarrow's allocator
+    "OPENBLAS_NUM_THREADS": "1",  # numpy's BLAS starts its threads on load
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",  # as does pyarrow's allocator
 }
-"""Variables of the server's imports: a process with threads must not fork."""
+"""Variables for the server's imports: a process with threads must not fork."""
 _SERVE = (
-    # a file in the current folder must not shadow a module of the standard library
+    # a file in the current folder must not shadow the standard library
     "import sys; sys.path[:] = filter(None, sys.path); "
     "from trainer_plugins.forks import server; server.serve()"
 )
@@ -51,21 +51,21 @@ _SERVE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """Describes what to run: `python -m WORDS` in a folder and an environment."""
+    """A command to run: `python -m WORDS` in a folder and an environment."""
 
     words: tuple[str, ...]
     folder: str
     environ: Mapping[str, str]
     scratch: str = ""
-    """A folder to delete if the calling process is killed."""
+    """Folder to delete if the calling process is killed."""
 
 
 Streams: TypeAlias = tuple[int, int, int]
-"""File descriptors that become the standard input, output and error of the started process."""
+"""File descriptors for the standard input, output and error of the started process."""
 
 
 class ForkServer:
-    """Starts processes that need the same imports.
+    """Starts processes that share the same imports.
 
     The server process ends when the last reference to this object goes.
 
@@ -77,7 +77,7 @@ class ForkServer:
     def __init__(self, imports: Sequence[str], environ: Mapping[str, str]) -> None:
         self._needs = _needs(imports, environ)
         self.refusal: str | None = None
-        """Why it does not fork; empty if it does; None during the imports."""
+        """Why the server does not fork; empty if it does; None while it imports."""
         self._control, theirs = _socketpair()
         command = [sys.executable, "-X", "faulthandler", "-c", _SERVE, str(theirs.fileno())]
         with theirs:
@@ -89,18 +89,18 @@ class ForkServer:
                 env={**environ, **_NO_THREADS},
                 cwd=os.sep,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # an interrupt from the terminal is for the caller
+                start_new_session=True,  # so that Ctrl-C in the terminal reaches only the caller
             )
         weakref.finalize(self, _end_server, self._process, self._control, os.getpid())
 
     def is_for(self, imports: Sequence[str], environ: Mapping[str, str]) -> bool:
-        """Return whether it can start processes with these imports and this environment."""
+        """Return whether this server can start processes with these imports and environment."""
         if self.forks and self._process.poll() is not None:
-            return False  # it was idle and has ended
+            return False  # it was idle and ended itself
         return self._needs == _needs(imports, environ)
 
     def is_ready(self, timeout: float) -> bool:
-        """Wait until the imports are over, and return whether they are."""
+        """Wait for the imports, and return whether they are done."""
         if self.refusal is None:
             self._control.settimeout(timeout)
             with contextlib.suppress(TimeoutError):
@@ -112,11 +112,11 @@ class ForkServer:
 
     @property
     def forks(self) -> bool:
-        """Return whether the imports are over and a fork is safe."""
+        """Return whether the imports are done and forking is safe."""
         return self.refusal == ""
 
     def hand_over(self, call: Call, streams: Streams, answers: socket.socket) -> None:
-        """Have the server fork for a call, and tell `answers` the process id, then the exit code.
+        """Make the server fork for a call; it sends `answers` the process id, then the exit code.
 
         Raises:
             OSError: the server has ended.
@@ -134,7 +134,7 @@ def _needs(imports: Sequence[str], environ: Mapping[str, str]) -> tuple[object, 
 
 
 def _end_server(process: subprocess.Popen[bytes], control: socket.socket, owner_pid: int) -> None:
-    if os.getpid() == owner_pid:  # not in a fork of it
+    if os.getpid() == owner_pid:  # not in a fork of the owner
         control.close()
         process.kill()
         process.wait()
@@ -146,7 +146,7 @@ _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def server_for(imports: Sequence[str], environ: Mapping[str, str]) -> ForkServer:
-    """Return the server of this process; start it if there is none.
+    """Return the server of this process, starting it if necessary.
 
     A server with other imports or another environment is replaced.
     """
@@ -161,7 +161,7 @@ def server_for(imports: Sequence[str], environ: Mapping[str, str]) -> ForkServer
 def _socketpair() -> tuple[socket.socket, socket.socket]:
     """Return two connected sockets; the first is closed in every fork of this process.
 
-    Otherwise a fork that outlives it, such as a data loader's worker, would keep the server alive.
+    Otherwise a fork that outlives this process, such as a data loader, keeps the server alive.
     """
     ours, theirs = socket.socketpair()
     _sockets.add(ours)
@@ -179,10 +179,10 @@ os.register_at_fork(after_in_child=_become_a_fork)
 
 
 class Forked:
-    """Stands for a process that the server has forked: it leads a group of its own."""
+    """A process forked by the server; it leads its own process group."""
 
     def __init__(self, server: ForkServer, call: Call, streams: Streams) -> None:
-        self._server = server  # a reference, so that the server does not end first
+        self._server = server  # keeps the server from ending first
         self._code: int | None = None
         self._answers, theirs = _socketpair()
         with theirs:
@@ -190,10 +190,10 @@ class Forked:
         self.pid = self._read()
 
     def wait(self, timeout: float | None = None) -> int:
-        """Return its exit code, or the negative number of the signal that ended it.
+        """Return the exit code, or the negative number of the signal that ended the process.
 
         Raises:
-            subprocess.TimeoutExpired: it still runs.
+            subprocess.TimeoutExpired: the process is still running.
         """
         if self._code is None:
             self._answers.settimeout(timeout)

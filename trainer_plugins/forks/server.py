@@ -19,12 +19,12 @@ from typing import NamedTuple
 READY = "ready"
 NUMBER = struct.Struct("=i")
 _IDLE_SECONDS = 60.0
-"""A server holds about 400 MiB of main memory, which a training that was planned may need."""
+"""An idle server holds about 400 MiB of main memory, which the planned training may need."""
 
 
 def kill_group(leader: int) -> None:
-    """Kill a process and its group, if they still run."""
-    for kill in (os.killpg, os.kill):  # a process that was just forked leads no group yet
+    """Kill a process and its group, if they are still running."""
+    for kill in (os.killpg, os.kill):  # a process that was just forked does not lead a group yet
         with contextlib.suppress(ProcessLookupError):
             kill(leader, signal.SIGKILL)
 
@@ -32,16 +32,16 @@ def kill_group(leader: int) -> None:
 def serve() -> None:
     """Import modules, then fork for each call: `python -c CODE SOCKET MODULES`.
 
-    A forked process returns from here when its module has ended.
+    In a forked process this returns when its module has ended.
     """
     control = socket.socket(fileno=int(sys.argv[1]))
-    gc.disable()  # collections take a seventh of the imports' time, and find nothing
+    gc.disable()  # collections take a seventh of the import time and find nothing
     reason = _import(sys.argv[2:])
     control.sendall((reason or READY).encode())
     if reason:
         return
     gc.collect()
-    gc.freeze()  # a collection would write to the pages that processes share
+    gc.freeze()  # a collection would write to shared pages
     gc.enable()
     received = _Server(control).answer()
     if received is not None:
@@ -49,7 +49,7 @@ def serve() -> None:
 
 
 def _import(modules: Sequence[str]) -> str:
-    """Import modules, and return why this process must not be forked afterwards, if so."""
+    """Import modules; return why this process must not fork afterwards (empty if it may)."""
     for module in modules:
         with contextlib.suppress(ImportError):  # a forked module that needs it raises it again
             importlib.import_module(module)
@@ -59,7 +59,7 @@ def _import(modules: Sequence[str]) -> str:
 
 
 class _Received(NamedTuple):
-    """Holds what comes with a call: the folder to delete and file descriptors."""
+    """The contents of a call: the folder to delete, and file descriptors."""
 
     scratch: bytes
     answers: int
@@ -68,10 +68,10 @@ class _Received(NamedTuple):
 
 
 class _Server:
-    """Forks for each call; tells the caller the process id and, when it ends, the exit code.
+    """Forks for each call; sends the caller the process id and, at the end, the exit code.
 
-    Each call comes with a connection. When the caller closes it, or ends, the server kills the
-    child and deletes its folder.
+    Each call comes with a connection. If the caller closes it or dies, the server kills the child
+    and deletes its folder.
     """
 
     def __init__(self, control: socket.socket) -> None:
@@ -80,14 +80,14 @@ class _Server:
         self._bell, self._ring = socket.socketpair()
         self._bell.setblocking(False)
         self._ring.setblocking(False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)  # it rings only with a handler
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # the wakeup fd needs a handler
         signal.set_wakeup_fd(self._ring.fileno())
         self._waits = selectors.DefaultSelector()
         self._waits.register(control, selectors.EVENT_READ)
         self._waits.register(self._bell, selectors.EVENT_READ)
 
     def answer(self) -> _Received | None:
-        """Return what came with the call in each child, and None in the server when it ends."""
+        """Return the received call in each child, and None in the server when it ends."""
         has_caller = True
         while has_caller or self._children:
             ready = self._waits.select(None if self._children else _IDLE_SECONDS)
@@ -108,11 +108,11 @@ class _Server:
         return None
 
     def _fork(self, received: _Received) -> bool:
-        """Fork, and return whether this process is the child."""
+        """Fork; return whether this process is the child."""
         answers = socket.socket(fileno=received.answers)
         try:
             pid = os.fork()
-        except OSError:  # too many processes: the caller sees that the connection closes
+        except OSError:  # too many processes: the caller sees the connection close
             pid = -1
         if pid == 0:
             signal.set_wakeup_fd(-1)
@@ -132,11 +132,11 @@ class _Server:
         return False
 
     def _tell_of_ends(self) -> None:
-        """Report the children that have ended, and kill what they left running."""
+        """Report children that have ended, and kill the processes they left running."""
         for answers, (pid, scratch) in list(self._children.items()):
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 continue
-            kill_group(pid)  # while it is a zombie, so no other group can have this number
+            kill_group(pid)  # while it is a zombie, so that its number is not reused
             _, status = os.waitpid(pid, 0)
             if answers in self._waits.get_map():
                 self._waits.unregister(answers)
@@ -156,12 +156,12 @@ def _receive(control: socket.socket) -> _Received | None:
 
 
 def _tell(answers: socket.socket, number: int) -> None:
-    with contextlib.suppress(OSError):  # its caller has ended
+    with contextlib.suppress(OSError):  # the caller has ended
         answers.sendall(NUMBER.pack(number))
 
 
 def _run(received: _Received) -> None:
-    """Become what `python -m` would have started, and run it."""
+    """Turn into the process that `python -m` would have started, and run its module."""
     os.setsid()
     with open(received.asked) as asked:
         words, folder, environ = json.load(asked)
@@ -170,7 +170,7 @@ def _run(received: _Received) -> None:
         os.close(fd)
     os.environ.clear()
     os.environ.update(environ)
-    tempfile.tempdir = None  # it was that of the server
+    tempfile.tempdir = None  # it was the server's
     os.chdir(folder)
     sys.path.insert(0, folder)
     sys.argv = words

@@ -1,4 +1,4 @@
-"""Runs inside a program on the dry card: values, weights that are not there, safety.
+"""Runs inside a program on the dry card: values, placeholder weights, safety.
 
-`start` is called when the program imports torch (_site/sitecustomize.py).
+_site/sitecustomize.py calls `start` when the program imports torch.
 """

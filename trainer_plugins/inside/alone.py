@@ -1,8 +1,8 @@
-"""Rank 0 of several runs alone: the ranks that are not there answer as it would.
+"""Rank 0 of several runs alone; missing ranks are assumed to answer as it would.
 
 A launcher starts all its processes, and those of other ranks end as soon as Python runs
-(_site/sitecustomize.py). On the card its NCCL answers for them (card/nccl.cpp), on the CPU
-a backend that torch has for its tests. Here is what would wait for them.
+(_site/sitecustomize.py). On the card its NCCL answers for them (card/nccl.cpp), on the CPU a
+backend that torch has for its tests. This file patches everything that would wait for them.
 """
 
 import functools
@@ -17,13 +17,13 @@ import torch.distributed as dist
 
 
 def is_alone() -> bool:
-    """Return whether this is the only process of its program that runs."""
+    """Return whether this is the only running process of its program."""
     return "TRAINER_PLUGINS_DRYCUDA_ALONE" in os.environ
 
 
 @contextmanager
 def forgive_others(what: str, notes: list[str]) -> Iterator[None]:
-    """Note an error of a rank that is alone, instead of ending by it.
+    """If this rank is alone, record an error as a note instead of raising it.
 
     FSDP 1 looks in its optimizer's state for parameters that only another rank has.
     """
@@ -40,10 +40,10 @@ def forgive_others(what: str, notes: list[str]) -> Iterator[None]:
 
 
 def be_all_ranks() -> None:
-    """Let this process meet ranks that are not there, if it is to be alone."""
+    """Let this process connect to ranks that do not exist, if it is to run alone."""
     if not is_alone():
         return
-    # `import torch.distributed.rendezvous` would give the function of that name.
+    # `import torch.distributed.rendezvous` would return the function of that name.
     rendezvous: Any = sys.modules["torch.distributed.rendezvous"]
     rendezvous._create_c10d_store = lambda *_, **__: dist.HashStore()  # type: ignore[attr-defined]
     group: Any = torch._C._distributed_c10d.FakeProcessGroup
@@ -53,8 +53,8 @@ def be_all_ranks() -> None:
     c10d: Any = sys.modules["torch.distributed.distributed_c10d"]
     make = c10d._new_process_group_helper
 
-    # With a device torch splits the communicator of all ranks, and NCCL learns from the others how
-    # many are in a part. Without, each group says so.
+    # With a device, torch splits the communicator of all ranks, and NCCL asks the others for the
+    # size of each part. Without one, each group has its own size.
     @functools.wraps(make)
     def make_group(
         size: int,

@@ -1,4 +1,4 @@
-"""Looks at the batches of a Trainer: how long their rows are, and whether survival divides them."""
+"""Examines a Trainer's batches: the length of their rows, and whether survival divides them."""
 
 import os
 from collections.abc import Mapping
@@ -14,18 +14,18 @@ from trainer_plugins.survival.exact.losses import Family, NoFamily, family_of
 from trainer_plugins.survival.exact.shares import IndivisibleError
 from trainer_plugins.survival.refusals import refusals
 
-VOUCHES = "TRAINER_PLUGINS_DRY_VOUCHES"  # set where the user vouches for a loss
+VOUCHES = "TRAINER_PLUGINS_DRY_VOUCHES"  # set if the user vouches for a loss
 
 
 class Batches:
-    """Knows the batches of a Trainer, whose methods are still its own when this is made."""
+    """Facts about the batches of a Trainer. Create it before the Trainer's methods are replaced."""
 
     def __init__(self, trainer: Any) -> None:
         self.tokens = 0
         family, vouched = family_of(trainer, is_vouched=VOUCHES in os.environ), ""
         if isinstance(family, NoFamily) and family.can_vouch:
             judged = judge_accumulation(trainer)
-            if judged.effect in (Effect.SAME, Effect.SCALED):  # a sum or a mean, by its code
+            if judged.effect in (Effect.SAME, Effect.SCALED):  # by its code
                 family, vouched = family_of(trainer, is_vouched=True), judged.why
         unknown = [family.words] if isinstance(family, NoFamily) else []
         in_evaluation = explain_whole(trainer, family)
@@ -37,7 +37,7 @@ class Batches:
         self._family = family
 
     def look(self, arguments: tuple[Any, ...]) -> None:
-        """Look at a batch, which `compute_loss` gets second."""
+        """Examine a batch, the second argument of `compute_loss`."""
         batch = arguments[1] if len(arguments) > 1 else None
         if not isinstance(batch, Mapping):
             return

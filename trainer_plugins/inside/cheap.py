@@ -1,6 +1,6 @@
-"""What would only take time is not done: initialisation, and what is written to main memory.
+"""Skips work that would only take time: initialisation, and writes to main memory.
 
-Main memory that is not written to takes none: states of hundreds of GiB can be offloaded here.
+Unwritten main memory is never allocated, so states of hundreds of GiB can be offloaded here.
 """
 
 import functools
@@ -20,25 +20,24 @@ _FILL = {
     _aten.zero_, _aten.fill_, _aten.copy_, _aten.mul_, _aten._fused_adam_, _aten._fused_adamw_,
     _aten._fused_sgd_, _aten._foreach_copy_,
 }  # fmt: skip
-"""Operators that write numbers into tensors of the processor."""
+"""Operators that write numbers into CPU tensors."""
 
 _MAKE = {
     _aten.zeros, _aten.zeros_like, _aten.new_zeros, _aten._to_copy, _aten.clone, _aten._pin_memory,
 }  # fmt: skip
-"""Operators that make such tensors, with numbers in them."""
+"""Operators that create CPU tensors with numbers in them."""
 
 _QUANTISES = "bitsandbytes"
-"""The namespace of operators that would take minutes of the processor for a base that waits in main
-memory."""
+"""The namespace of operators that would spend minutes of CPU time on a base in main memory."""
 
 _BASES = (torch.uint8, torch.int8)
-"""The types of a quantised base; of any other integers what is written decides."""
+"""Types of a quantised base; for other integers the written values matter."""
 
 _empty = torch.empty  # before DeepSpeed's zero.Init replaces it
 
 
 def skip_initialisation() -> None:
-    """Replace the functions of `torch.nn.init`, for tensors of 1 MiB and more."""
+    """Make the functions of `torch.nn.init` skip tensors of 1 MiB and more."""
     for name, fill in [*vars(torch.nn.init).items()]:
         if name.endswith("_") and not name.startswith("_"):
             setattr(torch.nn.init, name, _only_if_small(fill))
@@ -55,14 +54,14 @@ def _only_if_small(fill: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def skip_adam_of_the_processor() -> None:
-    """Let DeepSpeed's Adam for main memory compute nothing; its states are made by its own code."""
+    """Make DeepSpeed's CPU Adam compute nothing; its own code still creates the states."""
     if not has_numbers():
         module: Any = sys.modules["deepspeed.ops.adam.cpu_adam"]
         module.CPUAdamBuilder = _Builder
 
 
 class _Builder:
-    """Stands in for what compiles DeepSpeed's Adam, which takes minutes."""
+    """Stands in for the compilation of DeepSpeed's Adam, which takes minutes."""
 
     def load(self) -> "_Builder":
         return self
@@ -72,7 +71,7 @@ class _Builder:
 
 
 def on_processor(func: Any, given: list[torch.Tensor], args: Any, kwargs: Any) -> Any:
-    """Run an operator of the processor; what only writes large tensors is not done.
+    """Run a CPU operator, skipping writes to large tensors.
 
     `given` are the tensors among its arguments, none of them on a card.
     """
@@ -89,7 +88,7 @@ def on_processor(func: Any, given: list[torch.Tensor], args: Any, kwargs: Any) -
 
 
 def _make_empty(packet: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
-    """Return what an operator makes, with no numbers in it; None if that is small."""
+    """Return an operator's result with no numbers in it; None if it is small."""
     like = args[0] if args and isinstance(args[0], torch.Tensor) else None
     dtype = kwargs.get("dtype") or (like.dtype if like is not None else torch.get_default_dtype())
     shape = like.shape if like is not None else torch.Size(args[0])
@@ -113,7 +112,7 @@ def _is_weights(dtype: torch.dtype) -> bool:
 
 
 def _make_unfilled(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return what an operator makes in main memory, with no numbers in it."""
+    """Return the result of an operator in main memory, with no numbers in it."""
 
     def drop_memory(value: Any) -> Any:
         return value.to("meta") if isinstance(value, torch.Tensor) else value

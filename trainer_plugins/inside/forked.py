@@ -1,6 +1,6 @@
-"""Trains a request in a process that was forked for it: WALL REQUEST.
+"""Trains a request in a process forked for it: WALL REQUEST.
 
-The server has imported torch over the dry libraries, and not touched a card.
+The server has imported torch over the dry libraries, and touched no card.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ import torch  # noqa: F401 - before `start`, which runs when torch has been impo
 from trainer_plugins.inside import of_request, start
 from trainer_plugins.namespaces import build_wall
 
-if __name__ != "__main__":  # in the server: a table that transformers makes is made for all forks
+if __name__ != "__main__":  # in the server: build a table of transformers once for all forks
     with suppress(ImportError):  # transformers 4 has none
         from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
@@ -23,7 +23,7 @@ if __name__ != "__main__":  # in the server: a table that transformers makes is 
 
 
 def main(wall: str, request: str) -> None:
-    """See the cards of this run, stand behind the wall, and train."""
+    """Attach to this run's cards, go behind the wall, and train."""
     libraries = ctypes.CDLL(None)
     libraries.scriptedNvmlFollow(os.environ["TRAINER_PLUGINS_NVML_SCRIPT"].encode())
     if asked := json.loads(wall):

@@ -1,7 +1,7 @@
-"""Watches the Trainer of a program on the dry card, and ends the program when all is seen.
+"""Watches the Trainer of a program on the dry card, and ends the program once all is measured.
 
-A training of few steps on the longest rows, one evaluation, one save: what decides about memory is
-in these. `TRAINER_PLUGINS_DRY_STEPS` says how many steps; unset, programs run as they are.
+A few training steps on the longest rows, one evaluation and one save contain everything that
+determines memory. `TRAINER_PLUGINS_DRY_STEPS` sets how many steps; if unset, programs run in full.
 """
 
 import dis
@@ -28,34 +28,34 @@ from trainer_plugins.inside.named import Namer, count_parameters
 from trainer_plugins.inside.process import host_peak, say
 from trainer_plugins.inside.seen import MOST_EVENTS, Seen, write
 
-_RESUMES = "TRAINER_PLUGINS_DRY_RESUMES"  # set where a process only resumes what another saved
+_RESUMES = "TRAINER_PLUGINS_DRY_RESUMES"  # set if a process only resumes another's checkpoint
 _MICRO_STEPS = 2
 _NCCL_LOOKS_SECONDS = 0.15
-"""A step takes longer than the interval in which NCCL's group looks for what has ended, to free its
-tensors (ProcessGroupNCCL.cpp, kWatchdogThreadSleepMillis)."""
+"""Steps must last longer than the interval at which NCCL's group polls for finished work, to free
+its tensors (ProcessGroupNCCL.cpp, kWatchdogThreadSleepMillis).
+"""
 
 _GOES_ON_TIMES = 3
-"""A program that has another training to come to gets this many times what it has taken so far."""
+"""A program with another training to come may run this many times longer than it has so far."""
 
-_Peaks = list[tuple[int, int]]  # of each card: allocated and reserved bytes
+_Peaks = list[tuple[int, int]]  # per card: allocated and reserved bytes
 _load: list[tuple[int, _Peaks]] = []  # when the first pass began, and the peaks until then
 _hooks: list[Any] = []
 
 about: dict[str, Any] = {}
-"""What `of_request` says of the run, by the names of `Seen`'s fields; what is known in the end only
-is a function."""
+"""Facts from `of_request`, by `Seen`'s fields; those known only at the end are functions."""
 
 
 def record() -> None:
-    """Record where memory is allocated, and write what was seen of a program that ran out of it."""
+    """Record where memory is allocated, and write the results of a program that runs out of it."""
     if "TRAINER_PLUGINS_DRY_STEPS" not in os.environ:
         return
-    # Not where memory is freed: torch 2.11 then loses an exception that is under way, and
-    # checkpointing that is not reentrant ends early with one.
+    # Frees are not recorded: torch 2.11 would lose an exception being raised, and non-reentrant
+    # checkpointing stops early with one.
     torch.cuda.memory._record_memory_history(
         context="alloc", stacks="python", max_entries=MOST_EVENTS
     )
-    # A program that records for itself would restart this recording, or end it.
+    # A program that records for itself would restart or end this recording.
     torch.cuda.memory._record_memory_history = lambda *_, **__: None
     _hooks.append(register_module_forward_pre_hook(_notice_first_pass))
     show = sys.excepthook
@@ -75,14 +75,14 @@ def record() -> None:
 
 
 def _notice_first_pass(module: torch.nn.Module, _: object) -> None:
-    """Notice a model that runs before its training, as TRL's precompute_ref_log_probs lets it."""
+    """Notice a model that runs before its training, as in TRL's precompute_ref_log_probs."""
     if hasattr(module, "save_pretrained") and not _load and any(now for now, _ in _peaks()):
         _load.append((time.time_ns() // 1000, _peaks()))
         _reset_peaks()
 
 
 def _read_load() -> tuple[dict[str, _Peaks], list[tuple[int, str]]]:
-    """Return the peaks of each moment so far, and when each began; the load goes on."""
+    """Return the peaks of each moment so far, and when each began; the moment `load` continues."""
     while _hooks:
         _hooks.pop().remove()
     if not _load:
@@ -94,7 +94,6 @@ def _read_load() -> tuple[dict[str, _Peaks], list[tuple[int, str]]]:
 
 
 def _peaks() -> _Peaks:
-    """Return the peaks of each card since they were reset."""
     return [
         (torch.cuda.max_memory_allocated(index), torch.cuda.max_memory_reserved(index))
         for index in range(torch.cuda.device_count())
@@ -107,7 +106,7 @@ def _reset_peaks() -> None:
 
 
 def watch_trainers() -> None:
-    """Replace `Trainer.train` by the short training of this module; a program may have several."""
+    """Replace `Trainer.train` by this module's short training; a program may have several."""
     if "TRAINER_PLUGINS_DRY_STEPS" not in os.environ:
         return
     from transformers import Trainer
@@ -115,8 +114,8 @@ def watch_trainers() -> None:
     from trainer_plugins.inside.shortened import evaluate_few_rows
 
     has_card: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    if not has_card:  # else what is kept alive might be on the card
-        gc.freeze()  # accelerate collects often, and imports hold no garbage
+    if not has_card:  # else objects kept alive might be on the card
+        gc.freeze()  # accelerate collects often, and imports leave no garbage
     train, notes, waiting = Trainer.train, list[str](), list[threading.Timer]()
     evaluate_few_rows(notes)
 
@@ -150,15 +149,15 @@ def watch_trainers() -> None:
 
 
 def _later_training(frame: FrameType | None) -> str | None:
-    """Return where the functions that are under way will call another `train`; None if nowhere.
+    """Return where a function on the stack will call another `train`; None if nowhere.
 
-    A model's `train` is one too: the program then goes on for a while.
+    A model's `train` counts too: the program then continues for a while.
     """
     while frame is not None:
         for each in dis.get_instructions(frame.f_code):
             is_later = each.offset > frame.f_lasti and each.argval == "train"
             if is_later and each.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-                place = getattr(each, "positions", None)  # which Python 3.10 does not tell
+                place = getattr(each, "positions", None)  # not in Python 3.10
                 line = place.lineno if place else ""
                 return f"{Path(frame.f_code.co_filename).name}:{line}"
         frame = frame.f_back
@@ -166,7 +165,7 @@ def _later_training(frame: FrameType | None) -> str | None:
 
 
 def _moments_of_first_rank(trainer: Any) -> list[str]:
-    """Return when rank 0 reads or gathers in main memory what the other ranks do not."""
+    """Return the moments in which rank 0 loads or gathers more main memory than other ranks."""
     state = trainer.accelerator.state
     if trainer.is_deepspeed_enabled and state.deepspeed_plugin.zero_stage == 3:
         return ["load", "save"]  # modeling_utils.py of transformers: the others load on "meta"
@@ -178,7 +177,7 @@ def _moments_of_first_rank(trainer: Any) -> list[str]:
 
 
 def _cast_bytes(trainer: Any) -> int:
-    """Return the size of the float32 weights that FSDP makes of others, on every rank."""
+    """Return the size of the float32 weights to which FSDP casts others, on every rank."""
     if not trainer.is_fsdp_enabled or trainer.accelerator.mixed_precision == "no":
         return 0
     trained = (each for each in trainer.model.parameters() if each.requires_grad)
@@ -186,7 +185,7 @@ def _cast_bytes(trainer: Any) -> int:
 
 
 class _Observer:
-    """Reads the peaks of a Trainer's moments; those of an earlier training count on."""
+    """Reads the peaks of a Trainer's moments, continuing those of an earlier training."""
 
     last: "_Observer | None" = None
 
@@ -215,7 +214,7 @@ class _Observer:
             self._trainers = [*before._trainers, *self._trainers]
 
     def run(self, train: Callable[[], object]) -> object:
-        """Train; evaluate and save in the end, and resume, as the arguments ask for."""
+        """Train; then evaluate, save and resume, as the arguments request."""
         from trainer_plugins.inside.batches import Batches
         from trainer_plugins.inside.shortened import OnceInTheEnd, take_the_longest_rows
 
@@ -229,7 +228,7 @@ class _Observer:
         once = OnceInTheEnd(evaluates=evaluates, saves=saves)
         trainer.add_callback(once)
         take_the_longest_rows(trainer, self._seen.notes)
-        self._batches = Batches(trainer)  # before methods are replaced: it looks whose they are
+        self._batches = Batches(trainer)  # before methods are replaced: it checks whose they are
         self._watch_moments()
         self._skip_like_micro_steps()
         result = train() if trains else None
@@ -239,7 +238,7 @@ class _Observer:
         return result
 
     def _resume(self, train: Callable[..., object]) -> None:
-        """Train one more step from the checkpoint, as a process would that has just loaded."""
+        """Train one more step from the checkpoint, like a process that has just loaded it."""
         from transformers.trainer_utils import get_last_checkpoint
 
         trainer, args = self._trainer, self._trainer.args
@@ -259,7 +258,7 @@ class _Observer:
             train(resume_from_checkpoint=folder)
 
     def _skip_like_micro_steps(self) -> None:
-        """Skip micro-steps that repeat the one before, not the last: there ranks reduce."""
+        """Skip micro-steps that repeat the previous one; never the last, in which ranks reduce."""
         trainer, step = self._trainer, self._trainer.training_step
         accumulation, count = trainer.args.gradient_accumulation_steps, 0
 
@@ -277,7 +276,7 @@ class _Observer:
         trainer.training_step = training_step
 
     def write(self, *notes: str, died: bool = False) -> None:
-        """Write what was seen, and a snapshot of the allocator, for the process that asked."""
+        """Write the results, and a snapshot of the allocator, for the process that asked."""
         self._close()
         seen, trainer = self._seen, self._trainer
         seen.died, seen.notes = died, list(dict.fromkeys([*seen.notes, *notes]))
@@ -317,12 +316,12 @@ class _Observer:
             self._around(model, "generate", "generation")
 
     def _around(self, owner: Any, name: str, moment: str) -> None:
-        """Let a method be a moment; what follows a backward pass is the optimizer's step."""
+        """Make a method a moment; after a backward pass comes the optimizer step."""
         method = getattr(owner, name)
 
         @functools.wraps(method)
         def around(*args: Any, **kwargs: Any) -> Any:
-            if self is _Observer.last:  # of an earlier training
+            if self is _Observer.last:  # belongs to an earlier training
                 return method(*args, **kwargs)
             outer = self._moment
             if moment == "forward":
@@ -344,7 +343,7 @@ class _Observer:
         setattr(owner, name, around)
 
     def _name(self, what: str, moment: str) -> None:
-        """Name the tensors of the model where they have come to lie."""
+        """Name the model's tensors at their current addresses."""
         if moment in ("load", "resume", "backward", "optimizer step"):
             self._seen.names.append(self._namer.names_of(what))
 
@@ -357,7 +356,7 @@ class _Observer:
         self._seen.began.append((time.time_ns() // 1000, moment))
 
     def _close(self) -> None:
-        """Count the peaks since the last call as those of the present moment."""
+        """Assign the peaks since the last call to the current moment."""
         new = _peaks()
         known = self._seen.moments.get(self._moment, [(0, 0)] * len(new))
         self._seen.moments[self._moment] = [

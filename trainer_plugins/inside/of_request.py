@@ -1,7 +1,7 @@
-"""Trains what a PlanRequest describes, on the dry card: the program of a plan that has no command.
+"""Trains a PlanRequest on the dry card: the program of a plan that has no command.
 
-Nothing stands in for anything but the weights, which are not there, and vLLM: the model is loaded
-by `from_pretrained`, and bitsandbytes, Triton and DeepSpeed are the installed ones.
+Only the weights and vLLM are replaced by stand-ins. `from_pretrained` loads the model, and
+bitsandbytes, Triton and DeepSpeed are the installed ones.
 """
 
 import json
@@ -33,9 +33,9 @@ _NO_END = 1 << 30
 
 
 def main(path: str) -> None:
-    """Make the Trainer of a pickled request and train; the process ends when all is seen.
+    """Build the Trainer of a pickled request and train; the process ends once all is measured.
 
-    Why it cannot be is written beside the request.
+    If that is impossible, the reason is written next to the request.
     """
     request: PlanRequest = pickle.loads(Path(path).read_bytes())
     try:
@@ -55,7 +55,7 @@ def _train(request: PlanRequest) -> None:
     source, args = request.source, arguments_of(request.source)
     if isinstance(source, TrainerSource) and request.deepspeed and not args.deepspeed:
         args.deepspeed = request.deepspeed
-    folder = str(Path(os.environ["TRAINER_PLUGINS_DRYCUDA"]) / "run")  # one of all ranks and runs
+    folder = str(Path(os.environ["TRAINER_PLUGINS_DRYCUDA"]) / "run")  # all ranks and runs share it
     streaming = Streaming(request) if request.resident_layers is not None else None
     build = Build(args, request.has_padding, folder, streaming)
     rehearsed = _rehearse(request, build)
@@ -71,17 +71,17 @@ def _train(request: PlanRequest) -> None:
         "notes": rehearsed.assumptions,
     }
     if rehearsed.make_evaluation_batch is not None:
-        mine: Any = trainer.args  # which ask for no evaluation: there was no data set
+        mine: Any = trainer.args  # they request no evaluation: there was no data set
         mine.eval_strategy, mine.eval_steps, trainer.eval_dataset = "steps", _NO_END, [0]
     _give_batches(rehearsed, request)
     trainer.train()
 
 
 def _launch(request: PlanRequest) -> PlanRequest:
-    """Let this process be rank 0 of those that a launcher would start."""
+    """Make this process rank 0 of those that a launcher would start."""
     request = complete_launch(request)
     os.environ.update(request.environment)
-    if request.num_gpus > 1 or request.uses_deepspeed:  # it looks for its ranks by MPI else
+    if request.num_gpus > 1 or request.uses_deepspeed:  # otherwise it looks for its ranks by MPI
         os.environ.update(
             RANK="0",
             LOCAL_RANK="0",
@@ -107,7 +107,7 @@ def _rehearse(request: PlanRequest, build: Build) -> Rehearsed:
 
 
 def _give_batches(rehearsed: Rehearsed, request: PlanRequest) -> None:
-    trainer: Any = rehearsed.trainer  # mypy lets no method be replaced
+    trainer: Any = rehearsed.trainer  # mypy forbids replacing methods
     num_batches = (OPTIMIZER_STEPS + 1) * trainer.args.gradient_accumulation_steps
     make = _pad if rehearsed.has_padding else lambda batch: batch
     for_training, for_evaluation = rehearsed.make_batch, rehearsed.make_evaluation_batch
@@ -124,7 +124,7 @@ def _give_batches(rehearsed: Rehearsed, request: PlanRequest) -> None:
 
 
 def _pad(batch: Batch) -> Batch:
-    """Let the first row be one token shorter than the others; prompts have their own lengths."""
+    """Make the first row one token shorter than the others; prompts keep their own lengths."""
     if isinstance(batch, Mapping) and isinstance(mask := batch.get("attention_mask"), torch.Tensor):
         mask[0, -1] = 0
     return batch

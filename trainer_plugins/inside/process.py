@@ -1,4 +1,4 @@
-"""Asks the libraries of a process on the dry card, and writes its lines."""
+"""Queries the libraries of a process on the dry card, and prints its messages."""
 
 import ctypes
 import os
@@ -12,34 +12,33 @@ _LOADED = ctypes.CDLL(None)
 
 
 def is_dry() -> bool:
-    """Return whether torch's CUDA runtime here is the dry one."""
+    """Return whether torch uses the dry CUDA runtime here."""
     return hasattr(_LOADED, "drycuda_counters")
 
 
 def has_numbers() -> bool:
-    """Return whether every operator of this process is computed, so that it really trains."""
+    """Return whether this process computes every operator, so that it really trains."""
     return os.environ.get("TRAINER_PLUGINS_DRYCUDA_NUMBERS") == "1"
 
 
 def counters() -> dict[str, int]:
-    """Return what the libraries have counted in this process, by name."""
+    """Return this process's counters of the dry libraries, by name."""
     _LOADED.drycuda_counters.restype = ctypes.c_char_p
     lines = (line.partition(" ") for line in _LOADED.drycuda_counters().decode().splitlines())
     return {name: int(number) for number, _, name in lines}
 
 
 def host_peak() -> int:
-    """Return the most that tensors of 64 KiB and more took of main memory since the last call.
+    """Return the peak main memory of tensors of 64 KiB and more since the last call.
 
-    Weights that lie in a mapped file of safetensors do not count: the kernel takes that memory back
-    where it is short.
+    Weights in a mapped safetensors file do not count: the kernel can reclaim that memory.
     """
     _LOADED.drycuda_host_peak.restype = ctypes.c_size_t
     return int(_LOADED.drycuda_host_peak())
 
 
 def outside_bytes(index: int) -> int:
-    """Return what is in use of a card besides the allocator's; 0 if this process has none of it."""
+    """Return the memory used on a card outside the allocator; 0 if this process does not use it."""
     import torch
 
     if torch.cuda.max_memory_reserved(index) == 0:
@@ -51,6 +50,6 @@ def outside_bytes(index: int) -> int:
 
 
 def say(text: str) -> None:
-    """Write a line to stderr, once for each process."""
+    """Print a line to stderr, prefixed with this process's rank, if it has one."""
     rank = os.environ.get("RANK")
     sys.stderr.write(f"dry CUDA{f' (rank {rank})' if rank else ''}: {text}\n")

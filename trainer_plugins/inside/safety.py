@@ -1,4 +1,4 @@
-"""Keeps a dry run from pushing and reporting, and from writing the bytes of a checkpoint."""
+"""Keeps a dry run from pushing, reporting, and writing the bytes of a checkpoint."""
 
 import functools
 import io
@@ -21,7 +21,7 @@ _SMALL_BYTES = 1 << 20
 
 
 def save_no_bytes() -> None:
-    """Let torch write holes instead of large tensors, and map what it reads."""
+    """Make torch write holes instead of large tensors, and map the files it reads."""
     import torch.serialization
     from torch.utils._pytree import tree_leaves
 
@@ -30,13 +30,13 @@ def save_no_bytes() -> None:
     @functools.wraps(save)
     def save_holes(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
         tensors = (each for each in tree_leaves(obj) if isinstance(each, torch.Tensor))
-        is_small = sum(each.nbytes for each in tensors) < _SMALL_BYTES  # as states of generators
-        if is_small or isinstance(f, io.BytesIO):  # what another process reads, or a pickle
+        is_small = sum(each.nbytes for each in tensors) < _SMALL_BYTES  # such as generators
+        if is_small or isinstance(f, io.BytesIO):  # for another process, or a pickle
             save(obj, f, *args, **kwargs)
         elif not isinstance(f, io.IOBase):
             with torch.serialization.skip_data():
                 save(obj, f, *args, **kwargs)
-        # Nothing goes to an open file (a part of torch.distributed.checkpoint): it has no holes.
+        # Skip open files (torch.distributed.checkpoint's parts): they cannot have holes.
 
     load = torch.serialization.load
 
@@ -45,7 +45,7 @@ def save_no_bytes() -> None:
         if not isinstance(f, (str, os.PathLike)) or not zipfile.is_zipfile(f):
             return load(f, *args, **kwargs)
         kwargs["mmap"] = True  # its bytes are not needed
-        # Linux refuses a private map of more than it has memory; what a dry run wrote is its own.
+        # Linux refuses private maps larger than its memory; our own files need no privacy.
         is_ours = Path(f).resolve().is_relative_to(os.environ["TRAINER_PLUGINS_DRYCUDA"])
         flags = mmap.MAP_SHARED if is_ours else mmap.MAP_PRIVATE
         with torch.serialization.set_default_mmap_options(flags):
@@ -56,7 +56,7 @@ def save_no_bytes() -> None:
 
 
 def load_no_parts() -> None:
-    """Let torch.distributed.checkpoint read its own tensors: `save_holes` wrote the others."""
+    """Make torch.distributed.checkpoint read only its own tensors: `save_holes` wrote the rest."""
     if has_numbers():
         return
     from torch.distributed.checkpoint import default_planner, utils
@@ -88,19 +88,19 @@ def load_no_parts() -> None:
 
 
 def save_holes() -> None:
-    """Let safetensors write holes, unless this process has numbers."""
+    """Make safetensors write holes, unless this process computes numbers."""
     if has_numbers():
         return
 
-    # While it is being imported its package does not know it yet.
+    # During its import, its package does not have the module as an attribute yet.
     sys.modules["safetensors.torch"].save_file = write_holes  # type: ignore[attr-defined]
 
 
 def protect_arguments() -> None:
-    """Let TrainingArguments write to scratch, report to nothing, and be what a search asks."""
+    """Make TrainingArguments write to scratch, report nowhere, and apply a search's changes."""
     from transformers.training_args import TrainingArguments
 
-    first: list[int] = []  # TRL makes its arguments of others, which are changed already
+    first: list[int] = []  # TRL builds its arguments from others, which are changed already
 
     def post_init(made: Callable[[Any], None], args: Any) -> None:
         changed = json.loads(os.environ.get("TRAINER_PLUGINS_DRY_CHANGED") or "{}")

@@ -1,4 +1,4 @@
-"""Seen: what one process of a dry run saw, and the files in which it leaves that."""
+"""Seen: the results of one process of a dry run, and the files that hold them."""
 
 import functools
 import json
@@ -20,12 +20,12 @@ _OURS = re.compile(r"trainer_plugins/(?:drycuda|inside|plug_in)/|torch/_ops\.py$
 _BACKWARD = {"filename": "/torch/autograd/graph.py", "line": 0, "name": "_engine_run_backward"}
 
 MOST_EVENTS = 1_000_000
-"""How many of the allocator's events are recorded, the last ones."""
+"""Number of the allocator's latest events to record."""
 
 
 @dataclass(slots=True)
 class Seen:
-    """Holds what one process saw. Sizes in bytes; lists go by card."""
+    """The results of one process. Sizes in bytes; lists are by card."""
 
     moments: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
     """The allocated and the reserved peak of each moment."""
@@ -38,39 +38,40 @@ class Seen:
     ranks_of_node: int = 1
     rows: int = 0
     tokens: int = 0
-    """Of the longest row; 0 if rows have none."""
+    """Length of the longest row; 0 if rows have none."""
 
     notes: list[str] = field(default_factory=list)
     is_fsdp: bool = False
     resumes_apart: bool = False
-    """Whether another process has to resume: under FSDP and DeepSpeed a model is wrapped once."""
+    """Another process has to resume: under FSDP and DeepSpeed a model is wrapped only once."""
 
     num_ooms: int = 0
     died: bool = False
-    """Whether the program ended because it was out of memory."""
+    """The program ended because it ran out of memory."""
 
     num_retries: int = 0
     counters: dict[str, int] = field(default_factory=dict)
     unknown_shapes: dict[str, int] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     host: dict[str, int] = field(default_factory=dict)
-    """The peak of tensors in main memory in each moment."""
+    """The peak of tensors in main memory at each moment."""
 
     of_first_rank: list[str] = field(default_factory=list)
-    """The moments in which the first rank alone reads or gathers something in main memory."""
+    """Moments in which only the first rank reads or gathers something in main memory."""
 
     cast_bytes: int = 0
-    """Of weights that all ranks make while they load."""
+    """Of weights that all ranks create while loading."""
 
     process_bytes: int = 0
-    """Of Python, its libraries and data in main memory when the training began."""
+    """Of Python, its libraries and data, in main memory when training began."""
 
     outside_bytes: list[int] = field(default_factory=list)
-    """What is in use of each card that this process uses, besides its allocator's: the contexts, of
-    a launcher that has touched the card too."""
+    """Memory used outside the allocator on each card of this process: the contexts, including that
+    of a launcher that has touched the card.
+    """
 
     why_whole: dict[str, list[str]] = field(default_factory=dict)
-    """Why survival would divide no batch of a training, of an evaluation; empty if it would."""
+    """Why survival would never divide batches in training or evaluation; empty if it would."""
 
     is_quantised: bool = False
     model: str = ""
@@ -79,20 +80,20 @@ class Seen:
     """When each moment began, in microseconds since 1970, the first one at 0."""
 
     planned: dict[str, str] = field(default_factory=dict)
-    """What runs, in words, where a request and not a command says it."""
+    """A description of the run, if it comes from a request and not from a command."""
 
     streamed: dict[str, object] | None = None
     """How the frozen base was streamed, if it was, by the names of `Streamed`'s fields."""
 
     accumulation: dict[str, object] = field(default_factory=dict)
-    """What more micro-batches of fewer rows do to the gradient."""
+    """The effect of gradient accumulation on the gradient."""
 
     names: list[tuple[int, dict[int, tuple[str, str]]]] = field(default_factory=list)
-    """What lay at addresses, at several times: see `Namer.names_of`."""
+    """The tensors at each address, at several times: see `Namer.names_of`."""
 
 
 def write(seen: Seen) -> None:
-    """Write what a process saw, and a snapshot of the allocator."""
+    """Write the results of a process, and a snapshot of the allocator."""
     stats = [torch.cuda.memory_stats(index) for index in range(torch.cuda.device_count())]
     seen.num_ooms = sum(each.get("num_ooms", 0) for each in stats)
     seen.num_retries = sum(each.get("num_alloc_retries", 0) for each in stats)
@@ -116,9 +117,9 @@ def write(seen: Seen) -> None:
 
 
 def _leave_out_the_dry_run(snapshot: dict[str, Any]) -> None:
-    """Leave the frames of the dry run itself out of the stacks.
+    """Remove the dry run's own frames from the stacks.
 
-    A stack that had no others is one of autograd's thread, which has no Python below it.
+    A stack without others belongs to autograd's thread, which has no Python below it.
     """
     segments = (block for segment in snapshot["segments"] for block in segment["blocks"])
     left: dict[tuple[int, ...], list[Mapping[str, Any]]] = {}  # by the identities of frames
@@ -128,7 +129,7 @@ def _leave_out_the_dry_run(snapshot: dict[str, Any]) -> None:
             if key not in left:
                 own = [frame for frame in frames if not _is_ours(frame["filename"])]
                 left[key] = own or [_BACKWARD]
-            each["frames"] = left[key]  # one list, which a pickle holds once
+            each["frames"] = left[key]  # a shared list, which a pickle stores once
 
 
 @functools.cache

@@ -1,8 +1,8 @@
-"""Shapes that depend on values: `nonzero`, `unique` and the like are computed on the host.
+"""Shapes that depend on values: computes `nonzero`, `unique` and the like on the host.
 
-Their kernels for CUDA are replaced, so this holds wherever torch calls them, as an index by a mask
-does. What is large has no values: it counts as zero, and the call is counted by its name. A text
-has its greatest length: no token of it is chosen by the model.
+We replace their CUDA kernels, so this works wherever torch calls them, such as when indexing by a
+mask. Large tensors have no values: they count as zero, and the call is counted by name. Generated
+text has its maximum length: the model chooses none of its tokens.
 """
 
 from collections import Counter
@@ -16,20 +16,20 @@ from trainer_plugins.inside.values import alias, is_small
 
 _zeros, _empty_like = torch.zeros, torch.empty_like  # before DeepSpeed's zero.Init replaces them
 unknown: Counter[str] = Counter()
-"""How often each operator took its shape from values that were not computed."""
+"""By operator, how often a shape came from values that were not computed."""
 
 _OPERATORS = (
     "nonzero", "masked_select", "_unique2", "unique_consecutive", "unique_dim", "bincount",
     "repeat_interleave.Tensor",
 )  # fmt: skip
 _DECIDES = {"masked_select": 1}
-"""Which argument decides about the shape, if not the first one."""
+"""Index of the argument that determines the shape, if not the first."""
 
 _library: Any = None
 
 
 def compute_on_the_host() -> None:
-    """Replace the kernels, for this process."""
+    """Replace the kernels in this process."""
     global _library
     _library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     for name in _OPERATORS:
@@ -72,7 +72,7 @@ def _on_card(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def generate_to_the_end() -> None:
-    """Let no end token end a generation of transformers, unless the model really chooses them."""
+    """Keep end tokens from ending generation, unless the model really chooses them."""
     if has_numbers():
         return
     from transformers.generation import stopping_criteria

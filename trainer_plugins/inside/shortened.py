@@ -1,6 +1,6 @@
-"""Makes a training short without changing what decides about memory: the longest rows, few of them.
+"""Shortens a training while keeping what determines memory: a few of the longest rows.
 
-What a program asks of its Trainer outside of the training, an evaluation before it, is short too.
+Other requests of a program to its Trainer, such as an evaluation before training, are short too.
 """
 
 import functools
@@ -16,25 +16,25 @@ from trainer_plugins.longest import longest_rows
 _MOST_EVALUATED_BATCHES = 16
 _MOST_GENERATED_BATCHES = 2
 _HAVE_NO_ORDER = ("torch.", "transformers.")
-"""Whose samplers may give any row first."""
+"""Their samplers may return any row first."""
 
 
 class OnceInTheEnd(TrainerCallback):  # type: ignore[misc]
-    """Lets an evaluation and a save follow the last step, whatever other callbacks ask for."""
+    """Makes an evaluation and a save follow the last step, whatever other callbacks request."""
 
     def __init__(self, *, evaluates: bool, saves: bool) -> None:
         self._evaluates, self._saves = evaluates, saves
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Ask for both once; this callback is the last one."""
+        """Request both once; this callback runs last."""
         is_last = state.global_step == args.max_steps
         control.should_evaluate = is_last and self._evaluates
         control.should_save = is_last and self._saves
         if is_last:
-            self._evaluates = self._saves = False  # resuming ends with a step too
+            self._evaluates = self._saves = False  # resuming also ends with a step
 
     def do_what_is_left(self, trainer: Any) -> None:
-        """Evaluate and save, if no last step has asked for it."""
+        """Evaluate and save, unless a last step already requested it."""
         if self._evaluates:
             trainer.evaluate()
         if self._saves:
@@ -42,12 +42,12 @@ class OnceInTheEnd(TrainerCallback):  # type: ignore[misc]
         self._evaluates = self._saves = False
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Take back what was asked for."""
+        """Cancel all requests."""
         control.should_evaluate = control.should_save = False
 
 
 def evaluate_few_rows(notes: list[str]) -> None:
-    """Let every evaluation and prediction take the first rows, and note that there are more."""
+    """Make every evaluation and prediction take only the first rows, and note that."""
     for_evaluation, for_test = Trainer.get_eval_dataloader, Trainer.get_test_dataloader
 
     @functools.wraps(for_evaluation)
@@ -65,9 +65,9 @@ def evaluate_few_rows(notes: list[str]) -> None:
 
 
 def take_the_longest_rows(trainer: Any, notes: list[str]) -> None:
-    """Let every batch be the longest rows of the data set, where its order may be chosen."""
+    """Make every batch the longest rows of the data set, if its order may be changed."""
     if "get_train_dataloader" in vars(trainer):
-        return  # `of_request` gives the batches
+        return  # `of_request` provides the batches
     sampler = trainer._get_train_sampler()
     if sampler is not None and not type(sampler).__module__.startswith(_HAVE_NO_ORDER):
         notes.append(f"{type(trainer).__name__} chooses its own rows")
@@ -86,7 +86,7 @@ def take_the_longest_rows(trainer: Any, notes: list[str]) -> None:
 def _first(args: Any, data: Any, notes: list[str]) -> Any:
     generates = getattr(args, "predict_with_generate", False)
     batches = _MOST_GENERATED_BATCHES if generates else _MOST_EVALUATED_BATCHES
-    # As many rows as without a change of rows at once: outputs of all of them may be kept.
+    # As many rows as with the original batch size: outputs of all of them may be kept.
     given = getattr(args, "rows_of_evaluation", args.per_device_eval_batch_size)
     num = (
         batches * args.eval_batch_size * args.world_size * given // args.per_device_eval_batch_size

@@ -19,10 +19,10 @@ from trainer_plugins.patched import Patches
 
 
 def start() -> None:
-    """Prepare this process; it says what it is on stderr.
+    """Prepare this process, and describe it on stderr.
 
     Raises:
-        RuntimeError: this torch is not the one that the card was made for, or as `begin`.
+        RuntimeError: the card was made for another torch, or as for `begin`.
     """
     made_for = os.environ["TRAINER_PLUGINS_DRYCUDA_TORCH"]
     if not os.path.samefile(os.path.dirname(torch.__path__[0]), made_for):
@@ -44,7 +44,7 @@ def start() -> None:
     see_into_operators(values)
     values.__enter__()  # type: ignore[no-untyped-call] # for the rest of the process
     if served := os.environ.get("DRYCUDA_SERVES"):
-        _answer_for_a_card(*map(int, served.split()))  # each process that it forks begins
+        _answer_for_a_card(*map(int, served.split()))  # each process that it forks calls begin
     else:
         begin()
 
@@ -53,10 +53,10 @@ _answers = Patches()
 
 
 def _answer_for_a_card(major: int, minor: int) -> None:
-    """Let what is imported know the card, though this process must not touch one.
+    """Report a card to modules during import, though this process must not touch one.
 
-    bitsandbytes looks for its library while it is imported. It and DeepSpeed mark functions to be
-    compiled, for which the whole of torch's compiler would be imported.
+    bitsandbytes looks for its library during import. It and DeepSpeed mark functions for
+    compilation, which would import all of torch's compiler.
     """
     _answers.set(torch, "compile", functools.partial(_compile_later, torch.compile))
     cards: Any = torch.cuda
@@ -66,7 +66,7 @@ def _answer_for_a_card(major: int, minor: int) -> None:
 
 
 def _compile_later(compile: Any, model: Any = None, **options: Any) -> Any:
-    """Do what `torch.compile` does, for a function when it is called first."""
+    """Act as `torch.compile`, but compile a function only when it is first called."""
     if model is None:
         return functools.partial(_compile_later, compile, **options)
     if not isinstance(model, FunctionType):
@@ -75,7 +75,7 @@ def _compile_later(compile: Any, model: Any = None, **options: Any) -> Any:
     return functools.wraps(model)(lambda *args, **kwargs: compiled()(*args, **kwargs))
 
 
-@functools.cache  # where a fork was not possible, `start` has begun already
+@functools.cache  # where forking was impossible, `start` has begun already
 def begin() -> None:
     """Begin the run of this process, on the cards that its environment names.
 
@@ -98,10 +98,10 @@ def begin() -> None:
 
 
 def _wait_for_autograd() -> None:
-    """Wait until autograd's threads have left the mode that they ran in, which is Python's.
+    """Wait until autograd's threads have left their dispatch mode, which is a Python object.
 
-    One that still has to when Python ends would abort the process. It has before it runs this; what
-    it holds of this takes it a moment.
+    A thread that still has to leave it when Python ends would abort the process. The threads have
+    finished before this function's own backward pass, but release their references a moment later.
     """
     cards: Any = torch.cuda
     with _disable_current_modes(), suppress(RuntimeError):
@@ -113,7 +113,7 @@ def _wait_for_autograd() -> None:
 
 
 def _leave_to_the_card_what_the_cpu_has_too() -> None:
-    """Let no operator be chosen that the CPU has no code for: cuDNN's, and fused attention."""
+    """Prevent operators that the CPU has no code for: cuDNN's, and fused attention."""
     torch.backends.cudnn.enabled = False
     torch.backends.cuda.enable_flash_sdp(False)
     torch.backends.cuda.enable_mem_efficient_sdp(False)

@@ -1,11 +1,10 @@
-"""Small tensors have values on the dry card, although no kernel runs. Imports torch.
+"""Gives small tensors values on the dry card, although no kernel runs. Imports torch.
 
-The card's memory is the host's, so the CPU's operator computes on an alias of it what is small:
+The card's memory is host memory, so the CPU's operator computes small tensors on an alias of it:
 integers and booleans (tokens, masks, positions, counts, lengths) and a few numbers. The card's own
-operator runs too, for what it allocates. What is large stays as the memory was, which is zero.
-
-Where an expert or a token is chosen from zeros, see `_CHOICES`; where a shape depends on values,
-see `shapes.py`.
+operator runs too, for its allocations. Large tensors keep their memory's content, which is zero.
+For experts or tokens chosen from zeros, see `_CHOICES`; for shapes that depend on values, see
+`shapes.py`.
 """
 
 import functools
@@ -27,22 +26,22 @@ from trainer_plugins.inside.process import has_numbers
 _MOST_FLOAT_BYTES = 4 << 10
 _MOST_INTEGER_BYTES = 4 << 20
 _MOST_BYTES = {torch.int64: 64 << 20, torch.bool: 64 << 20}
-"""Indices and masks may be larger: weights are never of these types."""
+"""Indices and masks may be larger: weights never have these types."""
 _aten = torch.ops.aten
 _empty, _arange = torch.empty, torch.arange  # before DeepSpeed's zero.Init replaces them
 _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 _COMPUTES = ("CUDA", "CompositeExplicitAutograd")
 _EXCHANGES = {"c10d", "_c10d_functional"}
-"""The namespaces of operators that NCCL computes."""
+"""Namespaces of operators that NCCL computes."""
 
 _ASKS = {_aten.equal, _aten.allclose}
 """Operators that read their own results on the host."""
 
 _UNSET = {getattr(_aten, name) for name in ("empty", "empty_like", "empty_strided", "new_empty")}
-"""Operators whose results a kernel of Triton may fill, which does not run: they are zero."""
+"""Operators whose results a Triton kernel may fill. It does not run, so they are zero."""
 
 _MOVES_STORAGE = {_aten.set_, _aten.resize_, _aten.resize_as_}
-"""Operators that change which memory a tensor has; its values stay in it."""
+"""Operators that change which memory a tensor has; its values stay in place."""
 
 _OURS = str(Path(__file__).parent)
 
@@ -55,13 +54,13 @@ _IN_PLACE = {
     _aten.scatter.src: _aten.scatter_.src,
     _aten.scatter.value: _aten.scatter_.value,
 }
-"""What autograd does in place on a card, but not where a mode is on."""
+"""Operators that autograd runs in place on a card, but not under a dispatch mode."""
 
 
 class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Computes what is small; `with Values():`, or `Values().__enter__()` for a whole process.
+    """Computes small tensors; `with Values():`, or `Values().__enter__()` for a whole process.
 
-    Where this process has numbers it computes every operator, so that a small model really trains.
+    If this process has numbers, every operator is computed, so that a small model really trains.
     """
 
     supports_higher_order_operators = True
@@ -72,12 +71,12 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let a compiled function run as compiled; this mode sees what it calls (torch 2.12)."""
+        """Run compiled functions as compiled; this mode sees their calls (torch 2.12)."""
         return True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Do without a wrapper that imports torch's compiler in every run (torch 2.9 to 2.14)."""
+        """Avoid a wrapper that imports torch's compiler in every run (torch 2.9 to 2.14)."""
         return False
 
     def __torch_dispatch__(
@@ -87,14 +86,14 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run an operator on the card, and compute it where it is small."""
+        """Run an operator on the card, and compute its values if they are small."""
         kwargs = kwargs or {}
         if _has_fakes(types):
-            return func(*args, **kwargs)  # DTensor asks on such what an operator makes
+            return func(*args, **kwargs)  # DTensor uses fakes to find an operator's result
         if _has_wrappers(types):
-            return NotImplemented  # DTensor and the like come back with their local tensors
+            return NotImplemented  # DTensor and the like return here with their local tensors
         if not isinstance(func, torch._ops.OpOverload):
-            return func(*args, **kwargs)  # an operator of graphs: its body comes back here
+            return func(*args, **kwargs)  # an operator of graphs: its body returns here
         given = _tensors((args, kwargs))
         is_on_card = any(each.is_cuda for each in given) or _is_made_there(kwargs)
         if not is_on_card and not self._all:
@@ -136,7 +135,7 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made
 
     def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Compute an operator with the CPU's code; None if there is none (not all asked)."""
+        """Compute an operator with the CPU's code; None if it fails (unless all are computed)."""
         args, kwargs = tree_map(_move, args), tree_map(_move, kwargs)
         with _disable_current_modes():
             try:
@@ -152,7 +151,7 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return None
 
     def _clear(self, made: Any, given: list[torch.Tensor]) -> None:
-        """Set what is small and was not computed to zero: its block still has what was there."""
+        """Zero small results that were not computed: their blocks still have old content."""
         small = [
             own for own in _tensors(made) if own.is_cuda and self._is_small(own) and own.numel()
         ]
@@ -168,7 +167,7 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _is_autograds_own(tensor: object) -> bool:
     """Return whether autograd, without Python, writes to this tensor, which nothing else holds.
 
-    It adds to such a tensor in place, but not where a mode is on (TensorSubclassLikeUtils.h,
+    It adds to such a tensor in place, but not under a dispatch mode (TensorSubclassLikeUtils.h,
     isTensorSubclassLike).
     """
     if torch.is_grad_enabled() or not isinstance(tensor, torch.Tensor) or _is_called_by_python():
@@ -186,7 +185,7 @@ def _is_autograds_own(tensor: object) -> bool:
 def _is_called_by_python() -> bool:
     """Return whether Python code between autograd and an operation called that operation.
 
-    Frames around every dispatch do not count: on a card they are absent.
+    Frames that surround every dispatch do not count: on a card they are absent.
     """
     frame = sys._getframe(2).f_back  # the caller of __torch_dispatch__
     wrapped = ("_dynamo", "_python_dispatch.py", "_compile.py", "torch/_ops.py", _OURS)
@@ -197,9 +196,9 @@ def _is_called_by_python() -> bool:
 
 
 def see_into_operators(values: Values) -> None:
-    """Let values be computed also inside the operators of packages, which are written in Python.
+    """Also compute values inside packages' operators that are written in Python.
 
-    While the mode runs an operator, it does not see what the operator's kernel calls.
+    While the mode runs an operator, it does not see the calls of the operator's kernel.
     """
     library: Any = torch.library.Library
     implement = library.impl
@@ -220,7 +219,7 @@ def see_into_operators(values: Values) -> None:
 
 
 def is_small(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has values on the dry card; numbers in a large storage have none."""
+    """Return whether a tensor has values on the dry card; floats in a large storage have none."""
     if tensor.is_floating_point() or tensor.is_complex():
         return tensor.untyped_storage().nbytes() <= _MOST_FLOAT_BYTES
     most = _MOST_BYTES.get(tensor.dtype, _MOST_INTEGER_BYTES)
@@ -228,7 +227,7 @@ def is_small(tensor: torch.Tensor) -> bool:
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same memory as a tensor of the CPU."""
+    """Return a CPU tensor on the same memory."""
     storage = tensor.untyped_storage()
     if not storage.nbytes():
         return _empty(tensor.shape, dtype=tensor.dtype, device="cpu")
@@ -240,7 +239,7 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _move(value: Any) -> Any:
-    """Return the CPU's argument for one of the card."""
+    """Return the CPU's equivalent of a card's argument."""
     if isinstance(value, torch.Tensor) and value.is_cuda:
         return alias(value)
     if isinstance(value, torch.Generator) and value.device.type == "cuda":
@@ -249,7 +248,7 @@ def _move(value: Any) -> Any:
 
 
 def _choose(packet: Any, made: Any, args: Any) -> None:
-    """Make the choices of an operator of which something is large, by `_CHOICES`."""
+    """Fill in the choices of an operator with large arguments, by `_CHOICES`."""
     choose = _CHOICES.get(packet)
     if choose is None:
         return
@@ -259,14 +258,14 @@ def _choose(packet: Any, made: Any, args: Any) -> None:
 
 
 def _choose_in_turn(indices: torch.Tensor, args: Any) -> None:
-    """Choose each of n in turn: experts get as many tokens as the others."""
+    """Choose each of n in turn, so that experts get equally many tokens."""
     dim = args[2] if len(args) > 2 else -1
     in_turn = _arange(indices.numel(), device="cpu") % args[0].shape[dim]
     indices.copy_(in_turn.reshape(indices.shape))
 
 
 def _sort_in_order(indices: torch.Tensor, args: Any) -> None:
-    """Take what is sorted to be in order."""
+    """Assume that the input of a sort is in order."""
     dim = args[-1] if isinstance(args[-1], int) and not isinstance(args[-1], bool) else -1
     size = indices.shape[dim]
     along = [size if at == dim % indices.dim() else 1 for at in range(indices.dim())]
@@ -274,7 +273,7 @@ def _sort_in_order(indices: torch.Tensor, args: Any) -> None:
 
 
 _CHOICES = {_aten.topk: _choose_in_turn, _aten.sort: _sort_in_order}
-"""What is chosen from numbers that were not computed."""
+"""Results of choosing from numbers that were not computed."""
 
 
 @functools.cache
@@ -305,7 +304,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """Return whether it is no wrapper around others, and no fake one."""
+    """Return whether a tensor is neither a wrapper around others nor fake."""
     try:
         tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):

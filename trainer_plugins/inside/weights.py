@@ -1,8 +1,8 @@
-"""Weights that are not there: a checkpoint of holes, which transformers loads by its own code.
+"""Placeholder weights: a sparse checkpoint, which transformers loads with its own code.
 
-Where a model's folder has a config and no weights, safetensors files are made whose data are a hole
-of the file system. Their names, shapes and dtype are those of a checkpoint of the model that the
-config describes. They take no space, and loading them costs nothing but time for their headers.
+If a model's folder has a config but no weights, we create safetensors files whose data are a hole
+in the file. They have the names, shapes and dtype of a checkpoint for that config. They take no
+space, and loading them takes only the time for their headers.
 """
 
 import functools
@@ -23,7 +23,7 @@ _wanted: ContextVar[tuple[type, str, dict[str, Any]] | None] = ContextVar("wante
 
 
 def make_those_that_are_missing() -> None:
-    """Let `from_pretrained` go on with holes where a folder has no weights."""
+    """Make `from_pretrained` continue with holes if a folder has no weights."""
     from transformers import modeling_utils
 
     load = modeling_utils.PreTrainedModel.from_pretrained.__func__
@@ -57,10 +57,10 @@ def make_those_that_are_missing() -> None:
 
 
 def holes_for(cls: Any, name: str, options: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
-    """Write a checkpoint of holes for a model class and the place of its config.
+    """Write a sparse checkpoint for a model class and the location of its config.
 
     Returns:
-        The files, and which file has which tensor, as the index of a checkpoint says it.
+        The files, and the file of each tensor, in the format of a checkpoint's index.
     """
     from transformers import AutoConfig
 
@@ -70,15 +70,15 @@ def holes_for(cls: Any, name: str, options: dict[str, Any]) -> tuple[list[str], 
     dtype = _dtype_of(options) or getattr(config, "dtype", None) or torch.bfloat16
     with torch.device("meta"):
         model = cls(config)
-        model.tie_weights()  # transformers 5.0 makes both of what is tied
-    once: dict[int, tuple[str, torch.Tensor]] = {}  # a checkpoint has what is tied once
+        model.tie_weights()  # transformers 5.0 creates both of two tied weights
+    once: dict[int, tuple[str, torch.Tensor]] = {}  # a checkpoint stores tied weights once
     for key, tensor in model.state_dict(keep_vars=True).items():
         once.setdefault(id(tensor), (key, tensor))
     tensors = {
         key: tensor.to(dtype) if tensor.is_floating_point() else tensor
         for key, tensor in once.values()
     }
-    with suppress(ImportError):  # transformers 4 stacks no experts while it loads them
+    with suppress(ImportError):  # transformers 4 stacks no experts while loading
         from transformers.core_model_loading import revert_weight_conversion
 
         tensors = revert_weight_conversion(model, tensors)
@@ -91,11 +91,11 @@ def holes_for(cls: Any, name: str, options: dict[str, Any]) -> tuple[list[str], 
         files.append(str(folder / f"{stem}-{number}.safetensors"))
         write_holes(part, files[-1], {"format": "pt"})
         homes |= dict.fromkeys(part, Path(files[-1]).name)
-    return files, {"weight_map": homes, "all_checkpoint_keys": [*homes]}  # which 4.57 reads
+    return files, {"weight_map": homes, "all_checkpoint_keys": [*homes]}  # 4.57 reads the second
 
 
 def _dtype_of(options: Mapping[str, Any]) -> torch.dtype | None:
-    """Return the dtype that a model is loaded in on the CPU, where a conversion would take memory.
+    """Return the dtype to which a model is converted on the CPU, where that would take memory.
 
     On a card the weights arrive in the dtype of their files, and are converted there.
     """
@@ -124,7 +124,7 @@ def write_holes(
     filename: str | os.PathLike[str],
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Do what safetensors' `save_file` does; the data of the file are a hole of the file system.
+    """Act as safetensors' `save_file`, but write the data as a hole in the file.
 
     All their bytes read as zero.
     """

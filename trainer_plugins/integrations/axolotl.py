@@ -1,4 +1,4 @@
-"""A plugin for axolotl, by the documentation of `BasePlugin`; it has not run in axolotl."""
+"""A plugin for axolotl, written from the documentation of `BasePlugin`; never run in axolotl."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -14,19 +14,19 @@ if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback
 
 _OPTIONS = {option.name: (kind_of(option) | None, None) for option in fields(MemoryArguments)}
-# The keys that we add to axolotl's YAML: the fields of `MemoryArguments`.
+# The keys we add to axolotl's YAML: the fields of `MemoryArguments`.
 MemoryInput = create_model("MemoryInput", **_OPTIONS)  # type: ignore[call-overload]
 
 
 class MemoryPlugin(BasePlugin):
-    """Gives axolotl's Trainer the callbacks of `memory_preset`, with the `memory_` options."""
+    """Adds the callbacks of `memory_preset` to axolotl's Trainer, with the `memory_` options."""
 
     def register(self, cfg: Mapping[str, object]) -> None:
-        """Refuse a bad option with a ValueError before axolotl loads anything."""
+        """Reject a bad option with a ValueError before axolotl loads anything."""
         memory_arguments(**_read_options(cfg))
 
     def get_input_args(self) -> str:
-        """Return the name of the pydantic model of our keys, as axolotl asks for it."""
+        """Return the import path of the pydantic model with our keys, as axolotl expects."""
         return f"{__name__}.MemoryInput"
 
     def add_callbacks_post_trainer(
@@ -37,7 +37,7 @@ class MemoryPlugin(BasePlugin):
 
 
 def _read_options(cfg: Mapping[str, Any]) -> dict[str, Any]:
-    # All keys with our prefix, so that a misspelt one is reported; axolotl itself has none.
+    # Every key with our prefix, so that misspelt ones are reported. axolotl has none itself.
     return {
         name.removeprefix(PREFIX): value
         for name, value in cfg.items()

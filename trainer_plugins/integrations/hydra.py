@@ -18,25 +18,25 @@ if TYPE_CHECKING:
 
 
 def callbacks_of(config: DictConfig) -> "list[TrainerCallback]":
-    """Make new callbacks from `trainer_plugins.callbacks` of a config, in order, skipping nulls."""
+    """Build new callbacks from a config's `trainer_plugins.callbacks`, in order, skipping nulls."""
     refuse_unknown(OmegaConf.select(config, "trainer_plugins"))
     entries = OmegaConf.select(config, "trainer_plugins.callbacks") or {}
     return [instantiate(entry) for entry in entries.values() if entry is not None]
 
 
 class AttachToJob(Callback):
-    """Gives every Trainer that a Hydra job builds the callbacks of the job's own config."""
+    """Attaches the callbacks of a job's config to every Trainer that the job builds."""
 
     def __init__(self) -> None:
         self._job = ExitStack()
 
     def on_job_start(self, config: DictConfig, **kwargs: object) -> None:
         try:
-            callbacks_of(config)  # only to find errors: each Trainer gets its own
+            callbacks_of(config)  # only to find errors: each Trainer gets new ones
             self._job.enter_context(attached_callbacks(lambda: callbacks_of(config)))
         except (HydraException, OmegaConfBaseException, ValueError) as error:
             sys.stderr.write(f"trainer_plugins: {_shorten(error)}\n")
-            sys.exit(2)  # of an exception Hydra would only warn
+            sys.exit(2)  # Hydra would turn an exception into a warning
         say_at_exit()
 
     def on_job_end(self, config: DictConfig, job_return: object, **kwargs: object) -> None:
@@ -44,6 +44,6 @@ class AttachToJob(Callback):
 
 
 def _shorten(error: Exception) -> str:
-    """Describe an error and its entry without the layers that Hydra wraps around it."""
+    """Format an error with its config entry, without the layers that Hydra wraps around it."""
     entry = next((line for line in str(error).splitlines() if line.startswith("full_key: ")), "")
     return " ".join(f"{entry.removeprefix('full_key: ')} {error.__cause__ or error}".split())

@@ -1,4 +1,4 @@
-"""Suggests the right key for a misspelt one of our Hydra configs."""
+"""Suggests the correct key for a misspelt one in our Hydra configs."""
 
 import inspect
 import re
@@ -28,13 +28,13 @@ _TO_ATTACH = (
 
 
 def say_what_was_meant(words: Sequence[str]) -> None:
-    """Write a line to stderr for each word whose key is probably misspelt, and if none attaches."""
+    """Warn on stderr about each probably misspelt key, and about a sweep that attaches nothing."""
     if any(map(_SWEEP.match, words)) and not any(map(_ATTACHES.match, words)):
         sys.stderr.write(
             "trainer_plugins: this sweep over presets attaches nothing: Hydra makes its callbacks"
             f" before it takes a sweep apart. Add {_TO_ATTACH}\n"
         )
-    # Hydra refuses an override of an unknown key without a suggestion, and `+` creates any key.
+    # Hydra rejects unknown keys without a suggestion, and `+` creates any key.
     for word in words:
         if (override := _OVERRIDE.match(word)) and override[1] not in _list_known():
             line = f"our configs have no key {override[1]}.{_meant(override[1])}"
@@ -47,7 +47,7 @@ def say_what_was_meant(words: Sequence[str]) -> None:
 
 
 def refuse_unknown(config: Any) -> None:
-    """Refuse unknown keys below `trainer_plugins`, and suggest the nearest known one."""
+    """Reject unknown keys below `trainer_plugins`, suggesting the nearest known one."""
     for key in _keys(config):
         if key != "callbacks":
             raise ValueError(f"trainer_plugins.{key} is not used.{_meant(key)}")
@@ -67,18 +67,18 @@ def _keys(part: Any) -> list[str]:
 
 
 def _strangers(entry: Any) -> Iterator[tuple[str, list[str]]]:
-    """Yield the keys that the callable of an entry does not take, with those that it takes."""
+    """Yield the keys that an entry's callable does not accept, with those that it does."""
     given = [key for key in _keys(entry) if not key.startswith("_")]
     try:
         parameters = inspect.signature(resolve_name(entry["_target_"])).parameters if given else {}
     except (ImportError, AttributeError, TypeError, ValueError):
-        return  # Hydra reports what is wrong with it
+        return  # Hydra reports the error
     if not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
         yield from ((key, [*parameters]) for key in given if key not in parameters)
 
 
 def _meant(key: str) -> str:
-    """Suggest a key: one with a similar end, else any."""
+    """Suggest a key, preferably one with a similar last part."""
     known, last = _list_known(), key.rpartition(".")[2]
     ends = get_close_matches(last, {each.rpartition(".")[2] for each in known}, 1, 0.8)
     alike = [each for each in known if each.rpartition(".")[2] in ends]

@@ -1,4 +1,4 @@
-"""Launch files and the launch environment: find, show, check, and compare with what runs.
+"""Find, show and check launch files and the launch environment; compare them with the run.
 
 To add a launch file, write it in `configs/accelerate/` and describe it in `docs/configs.md`;
 `tests/launch/test_combinations.py` reads it.

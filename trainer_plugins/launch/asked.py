@@ -1,4 +1,4 @@
-"""Reads which strategy a launch requests, from all places that can name one."""
+"""Read the strategy that a launch requests, from all places that can specify one."""
 
 import re
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ from trainer_plugins.launch.lint.document import (
 class Asked:
     """Holds the requested strategy. None, or empty, means that it is not specified."""
 
-    source: str = ""  # what requests it, for the evidence: `zero3.yaml`
+    source: str = ""  # the source of the request, for the evidence: `zero3.yaml`
     distributed_type: str | None = None
     world_size: int | None = None
     num_machines: int | None = None
@@ -62,7 +62,7 @@ _KIND_FLAGS = {
 def read_asked(environ: Mapping[str, str], deepspeed: object = None, fsdp: object = None) -> Asked:
     """Read the request from the launcher's command line, the environment and TrainingArguments.
 
-    The script gets neither flags nor file of `accelerate launch`; without a launcher, the
+    The script sees neither flags nor file of `accelerate launch`; without a launcher, the
     environment counts. transformers lets `deepspeed` and `fsdp` override the launch file.
     """
     launcher = find_launcher()
@@ -100,7 +100,7 @@ def read_launcher(launcher: Launcher) -> Asked | None:
     flags = launcher.flags()
     if flags is None:
         return None
-    # The flags on the command line, by accelerate/commands/utils.py. They win, as they do there.
+    # The command line's flags, which win, as in accelerate/commands/utils.py.
     given: set[str] = getattr(flags, "nondefault", set())
     path = launcher.file(flags)
     source, config = "accelerate launch", dict[str, Any]()
@@ -120,7 +120,7 @@ def read_launcher(launcher: Launcher) -> Asked | None:
         if key in given:
             config[key] = getattr(flags, key)
     asked = _read_document(document_of(source, config, folder=launcher.folder))
-    # A flag that accelerate ignores was requested nevertheless.
+    # A flag that accelerate ignores was still requested.
     offload = dict(asked.offload)
     for what in ("optimizer", "param"):
         if f"offload_{what}_device" in ignored:
@@ -140,7 +140,7 @@ def read_launcher(launcher: Launcher) -> Asked | None:
 
 
 def _correct(config: dict[str, Any]) -> dict[str, str]:
-    """Correct likely slips in the keys of `deepspeed_config`; return them with the right keys."""
+    """Correct likely typos in the keys of `deepspeed_config`; return them with the right keys."""
     section = get_block(config, "deepspeed_config")
     found, free = {}, set(keys.ACCELERATE_DEEPSPEED) - set(section)
     for key in section:
@@ -172,7 +172,7 @@ def _read_document(document: Document) -> Asked:
 
 
 def _read_environment(environ: Mapping[str, str]) -> Asked:
-    """Read what a launcher exported (accelerate/utils/launch.py), if it cannot be found itself."""
+    """Read a launcher's exports (accelerate/utils/launch.py), if the launcher is not found."""
     if _is_true(environ.get("ACCELERATE_USE_DEEPSPEED")):
         asked = _read_json(environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")) or Asked()
         return replace(asked, source="ACCELERATE_USE_DEEPSPEED", distributed_type="DEEPSPEED")
@@ -183,7 +183,7 @@ def _read_environment(environ: Mapping[str, str]) -> Asked:
 
 def _read_json(given: object) -> Asked | None:
     """Read a DeepSpeed JSON given as a mapping, a path or text; None for anything else."""
-    document = read_deepspeed(given)  # the launch itself reports what is wrong with it
+    document = read_deepspeed(given)  # the launch itself reports its errors
     return _read_document(document) if document.deepspeed else None
 
 

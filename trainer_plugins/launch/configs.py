@@ -1,4 +1,4 @@
-"""Lists the launch files of this package, and copies them with other values."""
+"""List the launch files of this package, and copy them with changed values."""
 
 import json
 import re
@@ -39,7 +39,7 @@ def read(name: str) -> str:
 
 
 def headline(name: str) -> str:
-    """Return the first line of a shipped file, which says what it is."""
+    """Return the first line of a shipped file, which describes it."""
     return read(name).split("\n", 1)[0].removeprefix("# ")
 
 
@@ -98,7 +98,7 @@ def _overridden(text: str, override: str, name: str) -> str:
 
 
 def _update_comments(text: str, override: str) -> str:
-    """Let the comments that say how to launch the file say the number that it now has."""
+    """Update the numbers in comments that say how to launch the file."""
     name, _, value = override.partition("=")
     if not value.isdecimal():
         return text
@@ -133,7 +133,7 @@ def _set_line(text: str, key: str, value: object, section: str | None) -> str:
 
 
 def _set_json(text: str, key: str, value: object) -> str:
-    """Set one value of the DeepSpeed JSON, which is the last part of a file that has one."""
+    """Set one value of the DeepSpeed JSON, which ends a file that has one."""
     head, marker, body = text.partition("  deepspeed_config_file: |\n")
     config = json.loads(body)
     block = config

@@ -1,4 +1,4 @@
-"""Chooses the variables to export before a launch on this machine, with a reason for each."""
+"""Choose the variables to export before a launch on this machine, with a reason for each."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -32,7 +32,7 @@ class LaunchEnvironment:
 
 
 def launch_environment(environ: Mapping[str, str], with_vllm: bool = False) -> LaunchEnvironment:
-    """Choose the exports for this machine; variables that are set stay as they are.
+    """Choose the exports for this machine; variables already set stay as they are.
 
     `with_vllm`: vLLM will run inside the training process.
     """

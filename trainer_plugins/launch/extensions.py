@@ -1,7 +1,7 @@
-"""Finds interrupted builds of torch's C++ extensions, which block later launches; finishes them.
+"""Find interrupted builds of torch's C++ extensions, which block later launches; finish them.
 
-`torch.utils.cpp_extension.load` makes a file named `lock`, for whose end others wait. A process
-killed while it compiles leaves it behind; while a build runs, its process has it open.
+`torch.utils.cpp_extension.load` creates a file named `lock`, and other processes wait until it is
+gone. A process killed while it compiles leaves it behind; during a build, its process has it open.
 """
 
 import functools
@@ -43,12 +43,12 @@ class ExtensionLock:
 
     path: Path
     age_seconds: float
-    holder: int | None = None  # the process that has it open: it is building the extension
-    unseen: str = ""  # why a process that holds it may be invisible; empty if all are visible
+    holder: int | None = None  # the process that has it open, which is building the extension
+    unseen: str = ""  # why its holder may be invisible; empty if all processes are visible
 
 
 def read_locks(environ: Mapping[str, str]) -> tuple[ExtensionLock, ...]:
-    """Find the locks in the folder where this Python builds extensions of torch."""
+    """Find the locks in the folder where this Python builds torch extensions."""
     files = sorted(_extension_files("*/lock", environ))
     if not files or not _existence_locks():
         return ()
@@ -56,7 +56,7 @@ def read_locks(environ: Mapping[str, str]) -> tuple[ExtensionLock, ...]:
 
 
 def find_needed(offload: Mapping[str, str], optimizer: object = None) -> tuple[str, ...]:
-    """Return the extensions that DeepSpeed loads for what a launch offloads, and its optimizer.
+    """Return the extensions that DeepSpeed loads for a launch's offload and optimizer.
 
     >>> find_needed({"optimizer": "cpu", "param": "nvme"})
     ('cpu_adam', 'async_io')
@@ -117,7 +117,7 @@ def _way_out(name: str, path: Path) -> str:
 
 @functools.cache
 def announce_builds() -> None:
-    """Have torch say on stderr that it compiles an extension, or waits for another process."""
+    """Make torch report on stderr that it compiles an extension, or waits for another process."""
     from torch.utils import cpp_extension
 
     def load_announced(load: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
@@ -125,18 +125,18 @@ def announce_builds() -> None:
             sys.stderr.write(f"trainer_plugins: {printable(said)}\n")
         return load(name, *args, **kwargs)
 
-    Patches().wrap(cpp_extension, "load", load_announced)  # which DeepSpeed looks up at each use
+    Patches().wrap(cpp_extension, "load", load_announced)  # DeepSpeed looks it up at each use
 
 
 def _describe_wait(name: str) -> str:
-    """Say for what a process waits that loads an extension now; empty if for nothing."""
+    """Describe the wait of a process that loads an extension now; empty if there is none."""
     lock = next((each for each in read_locks(os.environ) if each.path.parent.name == name), None)
     if lock is not None and lock.holder is not None:
         return f"process {lock.holder} compiles {name}, and this one waits for it"
     if lock is not None:
         will_end = "while no process compiles it" if lock.unseen else "forever"
         return f"{name} waits {will_end} for {lock.path}. {_way_out(name, lock.path)}"
-    # An extension that was compiled for another version of its source counts too.
+    # An extension compiled from another version of its source counts too.
     if any(_extension_files(f"{name}/{name}.so", os.environ)):
         return ""
     purpose = f" (DeepSpeed's {_DEEPSPEED[name]})" if name in _DEEPSPEED else ""
@@ -147,10 +147,10 @@ def _describe_wait(name: str) -> str:
 
 
 def build_extension(name: str) -> float:
-    """Build an extension as a rank would, and return the seconds; ranks that wait for it go on.
+    """Build an extension as a rank would, and return the seconds; waiting ranks then go on.
 
-    The lock of an interrupted build stays until the extension is there: ranks that wait load it
-    when the lock is gone, and fail if there is nothing to load.
+    The lock of an interrupted build stays until the extension exists: ranks that wait load it when
+    the lock is gone, and fail if there is nothing to load.
     """
     try:
         from deepspeed.ops.op_builder.all_ops import ALL_OPS
@@ -174,7 +174,7 @@ def build_extension(name: str) -> float:
 
 
 def _inherit_locks(patches: Patches) -> None:
-    """Let a lock that no process holds be this process's."""
+    """Take over a lock that no process holds."""
     from torch.utils import cpp_extension
 
     def try_acquire(original: Callable[[Any], bool], baton: Any) -> bool:
@@ -198,7 +198,7 @@ def _extension_files(pattern: str, environ: Mapping[str, str]) -> Iterator[Path]
 
 
 def _existence_locks() -> bool:
-    """Return whether this torch takes a file for a lock; later ones lock it (pytorch#190543)."""
+    """Return whether this torch uses a file as a lock; later ones lock it (pytorch#190543)."""
     torch = find_spec("torch")
     if torch is None or torch.origin is None:
         return True
@@ -210,7 +210,7 @@ def _read_lock(file: Path) -> ExtensionLock | None:
     try:
         found = file.stat()
         holder, unseen = _holder(file, found)
-        file.stat()  # a build that ended meanwhile has closed the file, then removed it
+        file.stat()  # a build that ended meanwhile closed the file, then removed it
     except OSError:
         return None
     age_seconds = max(0.0, time.time() - found.st_mtime)
@@ -243,7 +243,7 @@ def _may_hold(process: psutil.Process, owner: int) -> bool:
 
 
 def _same_file(opened: Path, file: Path, found: os.stat_result) -> bool:
-    """Return whether a link below /proc leads to this file; names save most calls of stat."""
+    """Return whether a link below /proc leads to this file; comparing names saves stat calls."""
     try:
         return os.readlink(opened).endswith(file.name) and os.path.samestat(opened.stat(), found)
     except OSError:
@@ -251,7 +251,7 @@ def _same_file(opened: Path, file: Path, found: os.stat_result) -> bool:
 
 
 def _explain_unseen(file: Path) -> str:
-    """Say why processes that may use a folder are invisible here; empty if they are visible."""
+    """Return why processes that may use a folder are invisible here; empty if they are visible."""
     if not Path("/proc/self/fd").is_dir():
         return "this system does not list the open files of its processes"
     kinds = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}
@@ -265,7 +265,7 @@ def _explain_unseen(file: Path) -> str:
 
 
 def _sees_all_processes() -> bool:
-    """Return whether process 1 is the system's first, so this container has no pids of its own."""
+    """Return whether process 1 is the system's first: then this container has no pid namespace."""
     return Path("/proc/self/ns/pid").stat().st_ino == _FIRST_PID_NAMESPACE
 
 

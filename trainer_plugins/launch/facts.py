@@ -1,4 +1,4 @@
-"""Gathers what a run is: arguments, model, strategy, versions, card, limits. Imports torch."""
+"""Gather the facts of a run: arguments, model, strategy, versions, card, limits. Imports torch."""
 
 import logging
 import os
@@ -27,7 +27,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-_FEWEST_NAMES = 2  # a part of a Hydra config that has only one of them, as `seed`, may be anything
+_FEWEST_NAMES = 2  # a part of a Hydra config with only one of them, such as `seed`, may be anything
 
 
 def try_read(read: Callable[[], T], default: T) -> T:
@@ -40,7 +40,7 @@ def try_read(read: Callable[[], T], default: T) -> T:
 
 
 def restore_command(arguments: list[str], given: list[str]) -> list[str]:
-    """Return a command line as it was typed after `python`: a module by its name, not its file.
+    """Return a command line as typed after `python`: a module by its name, not its file.
 
     >>> restore_command(["/x/mine/train.py", "--bf16"], ["python3", "-m", "mine.train", "--bf16"])
     ['-m', 'mine.train', '--bf16']
@@ -54,7 +54,7 @@ def restore_command(arguments: list[str], given: list[str]) -> list[str]:
 def facts_of_process(
     device: Device | None, rank: int, world_size: int, time_seconds: float, step: int = 0
 ) -> RunFacts:
-    """Gather the facts of a run that need no Trainer; its device is None if it is unreadable."""
+    """Gather the facts of a run that need no Trainer; `device` is None if it is unreadable."""
     name = "" if device is None else device.name
     properties: Any = try_read(lambda: _properties(name), None)
     visible = {_VISIBLE: os.environ[_VISIBLE]} if _VISIBLE in os.environ else {}
@@ -86,7 +86,7 @@ def facts_of_process(
 def facts_of_trainer(
     trainer: Any, device: Device | None, time_seconds: float, strategy: Strategy | None
 ) -> RunFacts:
-    """Gather the facts of a run: of its process, of the model of its Trainer and its settings."""
+    """Gather the facts of a run: of its process, its Trainer's model and its settings."""
     model, args, step = trainer.model, trainer.args, trainer.state.global_step
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     return replace(
@@ -118,8 +118,8 @@ def _config(model: object) -> dict[str, object]:
     config = getattr(model, "config", None)
     as_dict: dict[str, object] = getattr(config, "to_dict", dict)()
     if (attention := getattr(config, "_attn_implementation", None)) is not None:
-        as_dict = {**as_dict, "attn_implementation": attention}  # which to_dict() leaves out
-    # A config of texts and pictures holds one of each.
+        as_dict = {**as_dict, "attn_implementation": attention}  # to_dict() omits it
+    # A config for text and images holds one of each.
     configs = [config, *(each for each in vars(config).values() if hasattr(each, "to_dict"))]
     return mask_fields(as_dict, {name for each in configs for name in list_declared(type(each))})
 

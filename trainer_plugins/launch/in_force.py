@@ -14,7 +14,7 @@ from trainer_plugins.hf_trainer import HfArguments
 from trainer_plugins.strategy import Strategy
 from trainer_plugins.streaming.stream import Stream, stream_of
 
-# By name, because not every build of torch has them, and DeepSpeed and accelerate subclass them.
+# By name, because some builds of torch lack them, and DeepSpeed and accelerate subclass them.
 _FAMILIES = {
     "DeepSpeedEngine": "DeepSpeed",
     "FSDPModule": "FSDP",
@@ -25,12 +25,12 @@ _FAMILIES = {
 
 
 def strategy_of(wrapper: nn.Module, optimizer: object, args: HfArguments) -> Strategy:
-    """Read the strategy of a training that has been prepared from the objects that do the work."""
+    """Read the strategy of a prepared training from the objects that do the work."""
     wrapper = getattr(wrapper, "_orig_mod", wrapper)  # torch.compile
     optimizer = getattr(optimizer, "optimizer", optimizer)
     stream = stream_of(wrapper) or stream_of(getattr(wrapper, "module", wrapper))
     numel, partitioned, homes = _parameters(wrapper, stream)
-    # of torchrun, and of DeepSpeed's launcher
+    # set by torchrun, and by DeepSpeed's launcher
     machines = os.environ.get("GROUP_WORLD_SIZE") or os.environ.get("CROSS_SIZE") or ""
     return Strategy(
         distributed_type=AcceleratorState().distributed_type.value,
@@ -62,18 +62,18 @@ def _family(wrapper: nn.Module) -> str:
 
 
 def _zero_stage(wrapper: Any, optimizer: Any) -> int | None:
-    """Return the stage that the optimizer implements, by the module of DeepSpeed's class."""
+    """Return the optimizer's ZeRO stage, from the module of DeepSpeed's class."""
     homes = {cls.__module__ for cls in type(optimizer).__mro__}
     if any(home.endswith("zero.stage3") for home in homes):
         return 3
     if any(home.endswith("zero.stage_1_and_2") for home in homes):
         return 2 if optimizer.partition_gradients else 1
-    # BF16_Optimizer is stage 1, without ZeRO in its name; stage 0 keeps the optimizer as it is.
+    # BF16_Optimizer is stage 1, without ZeRO in its name; stage 0 keeps the optimizer unchanged.
     return int(wrapper.zero_optimization_stage()) if _family(wrapper) == "DeepSpeed" else None
 
 
 def _parameters(wrapper: nn.Module, stream: Stream | None) -> tuple[int, int, dict[str, int]]:
-    """Count elements of the whole model, the sharded ones, and this rank's by where they live."""
+    """Count elements of the whole model, of its sharded parameters, and of this rank's by home."""
     whole = partitioned = 0
     homes: Counter[str] = Counter()
     # FSDP 1 exposes views of its flat parameters, which are empty on some ranks.
@@ -92,7 +92,7 @@ def _parameters(wrapper: nn.Module, stream: Stream | None) -> tuple[int, int, di
         elif (size := getattr(p, "_unpadded_unsharded_size", None)) is not None:
             numel = size.numel()
             divided = here < numel
-        # Two weights a byte; counted as peft and transformers do.
+        # Two weights per byte; counted as peft and transformers do.
         elif type(p).__name__ == "Params4bit":
             numel = here = numel * 2 * p.element_size()
         if stream is not None:
@@ -127,7 +127,7 @@ def _fsdp_offload(wrapper: nn.Module) -> dict[str, str]:
     fsdp2: list[Any] = [module for module in wrapper.modules() if "FSDPModule" in _names(module)]
     for module in fsdp2:
         state = module._get_fsdp_state()
-        # torch 2.13 has several groups a module, and its property for a single one raises then.
+        # In torch 2.13 a module has several groups, and its property for a single one then raises.
         several = getattr(state, "_fsdp_param_groups", None)
         for group in several or [getattr(state, "_fsdp_param_group", None)]:
             if group is not None and any(each.offload_to_cpu for each in group.fsdp_params):

@@ -1,4 +1,4 @@
-"""Finds the launcher that started this process, and its settings."""
+"""Find the launcher that started this process, and its settings."""
 
 import contextlib
 import io
@@ -24,7 +24,7 @@ class Launcher:
     """Describes one call of `accelerate launch`."""
 
     arguments: tuple[str, ...]  # the arguments after `launch`
-    folder: Path  # the folder where it was started; its paths are relative to that
+    folder: Path  # its working directory; its paths are relative to that
 
     def flags(self) -> Namespace | None:
         """Parse the arguments as accelerate does; None if its version does not know them."""
@@ -48,20 +48,20 @@ class Launcher:
 
 
 def find_launcher() -> Launcher | None:
-    """Find the `accelerate launch` that started this process, if it may be read."""
+    """Find the `accelerate launch` that started this process, if we may read it."""
     for words, folder in _launchers_above():
         match words:
             case ["accelerate", "launch", *arguments]:
                 return Launcher(tuple(arguments), folder)
-            # An accelerate above torchrun did not launch these ranks. But accelerate itself starts
-            # DeepSpeed's launcher for several machines.
+            # An accelerate above torchrun did not launch these ranks. With several machines,
+            # however, accelerate itself starts DeepSpeed's launcher.
             case ["torchrun", *_]:
                 return None
     return None
 
 
 def launch_of(environ: Mapping[str, str]) -> Launch:
-    """Gather how this process was launched, without secrets. It takes a few milliseconds."""
+    """Describe how this process was launched, without secrets. Takes a few milliseconds."""
     launcher, file = find_launcher(), None
     if launcher is None:
         words = next((words for words, _ in _launchers_above()), [])
@@ -69,7 +69,7 @@ def launch_of(environ: Mapping[str, str]) -> Launch:
         words = ["accelerate", "launch", *launcher.arguments]
         flags = launcher.flags()
         file = launcher.file(flags) if flags is not None else None
-    # What accelerate exports counts even without a launcher, or if the file has changed since.
+    # accelerate's exports count even without a launcher, or if the file has changed since.
     exported = {name: text for name, text in environ.items() if name.startswith(_EXPORTED)}
     named = exported.pop(_DEEPSPEED_FILE, None)
     document = read_deepspeed(named)
@@ -84,7 +84,7 @@ def launch_of(environ: Mapping[str, str]) -> Launch:
 
 
 def launcher_words(command: list[str]) -> list[str]:
-    """Return the command line of a launcher as one types it; empty for any other command.
+    """Return a launcher's command line as you would type it; empty for any other command.
 
     >>> launcher_words(["/venv/bin/python3", "/venv/bin/torchrun", "--nnodes", "1", "train.py"])
     ['torchrun', '--nnodes', '1', 'train.py']
@@ -108,7 +108,7 @@ def launcher_words(command: list[str]) -> list[str]:
 
 
 def _launchers_above() -> Iterator[tuple[list[str], Path]]:
-    """Yield words and folder of the launchers among the processes above that may be read."""
+    """Yield the command line and folder of each readable launcher among the parent processes."""
     with contextlib.suppress(psutil.Error):
         for process in psutil.Process().parents():
             with contextlib.suppress(psutil.Error, OSError):

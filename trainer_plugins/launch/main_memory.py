@@ -1,24 +1,24 @@
-"""Compares the main memory that ranks need with what their machine has, in linter and planner."""
+"""Compare the main memory of ranks with their machine's, for linter and planner."""
 
 from dataclasses import dataclass
 
 from trainer_plugins.units import MIB, parse_size, size
 
-# Of a rank, for Python and its libraries: 452 MiB after import, 600 to 700 after a training step.
+# Python and its libraries in a rank: 452 MiB after import, 600 to 700 after a training step.
 # Measured on the CPU (docs/internals/plans.md); CUDA's libraries and context are extra.
 PROCESS_BYTES = 600 * MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostNeed:
-    """Holds what all ranks of one machine need of its main memory, in bytes."""
+    """Holds the main memory of all ranks on one machine, in bytes."""
 
-    tensor_bytes: int  # the tensors; pinned ones count with the size of their blocks
-    pinned_bytes: int  # the part of `tensor_bytes` that is pinned: it cannot be swapped
+    tensor_bytes: int  # pinned ones count with the size of their blocks
+    pinned_bytes: int  # the part of `tensor_bytes` that is pinned and cannot be swapped
     num_ranks: int  # the ranks of this machine
-    save_bytes: int = 0  # what a save gathers in addition to `tensor_bytes`, in one of the ranks
+    save_bytes: int = 0  # gathered by a save on one of the ranks, besides `tensor_bytes`
     until_resume_bytes: int | None = None  # `tensor_bytes` of a run that is never resumed, if less
-    rank_bytes: int = PROCESS_BYTES  # of each rank, for Python, its libraries and data
+    rank_bytes: int = PROCESS_BYTES  # of Python, its libraries and data, in each rank
 
     @property
     def process_bytes(self) -> int:
@@ -31,23 +31,23 @@ class HostNeed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostLimits:
-    """Holds the main memory of a machine, in bytes; None: unknown."""
+    """Holds the limits of a machine's main memory, in bytes; None: unknown."""
 
     total_bytes: int | None = None  # main memory of the machine, or of its container
-    pinned_bytes: int | None = None  # how much of it can be pinned, if that is less, as under WSL
+    pinned_bytes: int | None = None  # the part that can be pinned, if that is less, as under WSL
 
     @classmethod
     def read(
         cls, host_memory: str | None, pinned_memory: str | None, here_bytes: int | None
     ) -> "HostLimits":
-        """Read the sizes that a user gave, as in "252GB"; `here_bytes` is the default."""
+        """Parse the sizes that a user gave, as in "252GB"; `here_bytes` is the default."""
         return cls(
             total_bytes=here_bytes if host_memory is None else _size("--host-memory", host_memory),
             pinned_bytes=None if pinned_memory is None else _size("--pinned-memory", pinned_memory),
         )
 
     def shortage(self, need: HostNeed) -> str | None:
-        """Say in a few words what is short; None if nothing is, or if the limits are unknown."""
+        """Describe the shortage; None if there is none, or if the limits are unknown."""
         if self.total_bytes is not None and need.total_bytes > self.total_bytes:
             what = f"it needs {size(need.total_bytes)} of main memory on a machine, which has"
             what += f" {size(self.total_bytes)}"

@@ -1,7 +1,7 @@
-"""Records the values that are known to be harmless; of all others the name alone.
+"""Record values that are known to be harmless; of all others, only the name.
 
-Written down are numbers, switches, words and paths, below names that libraries declare or `_NAMES`
-has. A text that may say anything, as an error, loses what looks like a secret.
+We write down numbers, switches, words and paths, under names that libraries declare or `_NAMES`
+lists. In free text, such as an error, we hide everything that looks like a secret.
 """
 
 import os
@@ -44,8 +44,8 @@ _OPTION = re.compile(r"--[A-Za-z][\w.-]*|-[A-Za-z]{1,2}")
 _ASSIGNED = re.compile(r"([-+~]{0,2}[A-Za-z_][\w.@/-]*)=(.*)", re.DOTALL)
 _PROGRAM = re.compile(r"launch|.*/bin/[\w.-]+|.*\.(?:py|sh|ya?ml|json|toml)")
 
-# Published forms: Hugging Face, GitHub, GitLab, OpenAI and Anthropic, Slack, AWS, Google, Weights &
-# Biases, NVIDIA; JSON Web Tokens (RFC 7519); keys in PEM (RFC 7468); an Authorization (RFC 6750).
+# Published formats: Hugging Face, GitHub, GitLab, OpenAI and Anthropic, Slack, AWS, Google, Weights
+# & Biases, NVIDIA; JSON Web Tokens (RFC 7519); PEM keys (RFC 7468); Authorization (RFC 6750).
 _FORMS = re.compile(
     r"-----BEGIN [A-Z ]+-----(?s:.*?)(?:-----END [A-Z ]+-----|\Z)|\beyJ[\w-]{10,}(?:\.[\w-]*)*"
     r"|\b(?:AKIA|ASIA)[A-Z0-9]{12,}|\bwandb_v1_\w{16,}|(?<=\bBearer )\S+|(?<=\bBasic )\S+"
@@ -67,7 +67,7 @@ _FEWEST_LETTERS_A_CHUNK = 3  # in names of transformers, torch and DeepSpeed
 
 
 def mask_text(text: str) -> str:
-    """Hide what looks like a secret in a line of code or of an error, and the home folder.
+    """Hide everything that looks like a secret in a line of code or an error, and the home folder.
 
     >>> mask_text("login('hf_0123456789abcdef', password='x'), https://me:pass@host/x")
     "login('(hidden)', password=(hidden)), https://(hidden)@host/x"
@@ -81,7 +81,7 @@ def mask_text(text: str) -> str:
 
 
 def mask_command(command: Iterable[str]) -> tuple[str, ...]:
-    """Hide all of a command line but its programs, the names of options, and harmless values.
+    """Hide all of a command line except programs, names of options, and harmless values.
 
     >>> mask_command(["train.py", "--keys.api", "abc", "--lr=1", "++args.wandb_key=abc"])
     ('train.py', '--keys.api', '(hidden)', '--lr=1', '++args.wandb_key=(hidden)')
@@ -107,7 +107,7 @@ def mask_command(command: Iterable[str]) -> tuple[str, ...]:
 
 
 def list_declared(kind: type) -> dict[str, Parameter]:
-    """Return the fields that libraries have given a class of arguments or a config, by name."""
+    """Return the fields that libraries declare for a class of arguments or a config, by name."""
     found: dict[str, Parameter] = {}
     for base in reversed(kind.__mro__):
         if base.__module__.partition(".")[0] in _LIBRARIES:
@@ -118,9 +118,9 @@ def list_declared(kind: type) -> dict[str, Parameter]:
 def mask_fields(
     fields: Mapping[str, object], known: Collection[str] | None = None, depth: int = 0
 ) -> dict[str, object]:
-    """Return a mapping as JSON has it; `known` names may have words, and alone have numbers.
+    """Return a mapping in JSON types, in which only `known` names may have words or numbers.
 
-    Below them, and without them, any name may have numbers.
+    Below them, and without `known`, any name may have numbers.
 
     >>> mask_fields({"hub_token": "abc", "seed": 1, "kwargs": {"model": "x", "mine": "y"}})
     {'hub_token': '(hidden)', 'seed': 1, 'kwargs': {'model': 'x', 'mine': '(hidden)'}}
@@ -151,7 +151,7 @@ def _mask(
 
 
 def _word(text: str, has_numbers: bool, has_words: bool) -> str:
-    """Return a text that is a switch, a number, or a word or path without a secret's form."""
+    """Return a switch, a number, or a word or path that does not look like a secret."""
     if _SWITCH.fullmatch(text) or (has_numbers and _NUMBER.fullmatch(text)):
         return text
     shown = _shorten_home(text)
@@ -161,7 +161,7 @@ def _word(text: str, has_numbers: bool, has_words: bool) -> str:
 def _value(
     name: str, text: str, declared: Mapping[str, Parameter], num_values_before: int = 0
 ) -> str:
-    """Return a value of a command line; a dotted name, as Hydra's, has numbers alone."""
+    """Return a value of a command line; under a dotted name, as in Hydra, only numbers."""
     *groups, last = re.split(r"[.@/]", name.lstrip("-+~").replace("-", "_"))
     field = declared.get(last)
     is_known = bool((field or _NAMES.fullmatch(last)) and not _SECRET.search(last))
@@ -171,7 +171,7 @@ def _value(
 
 
 def _arguments() -> Mapping[str, Parameter]:
-    """Return the arguments of all TrainingArguments that this process has imported."""
+    """Return the fields of all TrainingArguments classes that this process has imported."""
     module = sys.modules.get("transformers.training_args")
     found: dict[str, Parameter] = {}
     for kind in _walk_subclasses(module.TrainingArguments) if module else ():

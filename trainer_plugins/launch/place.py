@@ -1,4 +1,4 @@
-"""Describes where a process runs: for the record of a run, and for a bug report."""
+"""Describe where a process runs, for the record of a run and for a bug report."""
 
 import os
 import platform
@@ -30,7 +30,7 @@ _PACKAGES = (
     "trainer-plugins", "torch", "transformers", "accelerate", "trl", "peft", "deepspeed",
     "bitsandbytes", "liger-kernel", "flash-attn", "unsloth", "vllm", "datasets", "triton",
 )  # fmt: skip
-# Files in every container of Docker and Podman (podman-run(1), "/run/.containerenv").
+# Files in every Docker and Podman container (podman-run(1), "/run/.containerenv").
 _CONTAINERS = (Path("/.dockerenv"), Path("/run/.containerenv"))
 _JOBS = {
     "SLURM_JOB_ID": "Slurm",
@@ -67,7 +67,7 @@ def job(environ: Mapping[str, str]) -> str:
 
 
 def kernel() -> str:
-    """Name the machine, its boot and the control group: counters are comparable if it is equal."""
+    """Identify the machine, its boot and the control group: equal ones have comparable counters."""
     parts = [socket.gethostname()]
     for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/cgroup"):
         with suppress(OSError):
@@ -79,7 +79,7 @@ def is_running(facts: RunFacts, here: Place) -> bool:
     """Return whether the process that wrote these facts still runs here."""
     if facts.place is None or facts.place.kernel != here.kernel:
         return False
-    try:  # numbers are reused: a process that began after the run is another one
+    try:  # pids are reused: a process that began after the run is another one
         return bool(psutil.Process(facts.place.pid).create_time() <= facts.time_seconds)
     except psutil.Error:
         return False

@@ -1,4 +1,4 @@
-"""Compares the requested strategy with the running one; the causes were found by running them."""
+"""Compare the requested strategy with the running one; we found the causes by running them."""
 
 from collections.abc import Iterator
 
@@ -12,20 +12,20 @@ from trainer_plugins.strategy import Strategy
 _OWN_ACCELERATOR = (
     "Look for an Accelerator or PartialState that the script created before its TrainingArguments"
 )
-# A parameter below the persistence threshold stays whole on every rank. The threshold is for
-# biases; if half of all elements are in such parameters, sharding saves little.
+# A parameter below the persistence threshold stays whole on every rank. The threshold is meant for
+# biases; if such parameters hold half of all elements, sharding saves little.
 _LEAST_PARTITIONED_FRACTION = 0.5
 
 
 def verify(asked: Asked, runs: Strategy) -> tuple[Finding, ...]:
-    """Compare the running strategy with the request, as far as the request specifies it."""
+    """Compare the running strategy with the request, as far as the request is specific."""
     return (*_world(asked, runs), *_wrapper(asked, runs), *_zero(asked, runs))
 
 
 def judge_summed_gradient(
     accumulation: Accumulation, num_steps: int, num_ranks: int
 ) -> Finding | None:
-    """Warn of a gradient that is a multiple of what was meant; None if it is not."""
+    """Warn of a gradient that is a multiple of the intended one; None if it is not."""
     factor = accumulation.factor(num_steps, num_ranks)
     if factor == 1:
         return None
@@ -105,7 +105,7 @@ def _wrapper(asked: Asked, runs: Strategy) -> Iterator[Finding]:
         or runs.family == "unknown"
         or runs.world_size < (asked.world_size or 1)
     ):
-        return  # missing ranks have a finding of their own
+        return  # missing ranks have their own finding
     if meant == "DDP" and (runs.world_size == 1 or runs.num_partitioned):
         # One rank needs no wrapper, and transformers does not use one with tensor parallelism.
         return
@@ -131,7 +131,7 @@ def _wrapper(asked: Asked, runs: Strategy) -> Iterator[Finding]:
 
 
 def _zero(asked: Asked, runs: Strategy) -> Iterator[Finding]:
-    """Judge sharding and offload; if DeepSpeed or FSDP does not run, another finding says so."""
+    """Judge sharding and offload; another finding reports that DeepSpeed or FSDP does not run."""
     if runs.family != asked.family or runs.family not in ("DeepSpeed", "FSDP"):
         return
     if asked.zero_stage is not None and asked.zero_stage != runs.zero_stage:
@@ -169,7 +169,7 @@ def _zero(asked: Asked, runs: Strategy) -> Iterator[Finding]:
 
 
 def _explain_loss(asked: Asked) -> tuple[str, str]:
-    """Say where a setting of the launch got lost: the end of a summary, and the remedy."""
+    """Explain where a launch setting got lost: the end of a summary, and the remedy."""
     if asked.misspelt:
         wrong, right = next(iter(asked.misspelt.items()))
         remedy = f"Write `{right}` under deepspeed_config; accelerate ignores unknown keys"

@@ -1,7 +1,7 @@
-"""Decides what counts as an out-of-memory error, from text alone.
+"""Decides from text alone whether an error is an out-of-memory error.
 
-To add a message, write a rule in `trainer_plugins/oom/rules.py` that says where its words come
-from. `tests/oom/corpus.py` has the real text, and `tests/oom/detectors.txt` who recognises it.
+To add a message, write a rule in `trainer_plugins/oom/rules.py` that cites the source of its words.
+`tests/oom/corpus.py` has the real text, and `tests/oom/detectors.txt` lists who recognises it.
 """
 
 from trainer_plugins.oom.classify import OutOfMemory, classify, classify_anywhere

@@ -1,4 +1,4 @@
-"""classify: whether an error or a log is an out-of-memory error, and whether training can go on."""
+"""classify: decides whether an error or a log is an OOM, and whether training can go on."""
 
 import re
 import traceback
@@ -11,29 +11,29 @@ from trainer_plugins.units import GIB, KIB, size
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutOfMemory:
-    """Describes an out-of-memory error; all sizes are in bytes.
+    """An out-of-memory error; all sizes are in bytes.
 
-    It does not keep the exception, whose frames would keep the tensors alive.
+    The exception itself is not kept: its frames would keep tensors alive.
     """
 
     source: Source
-    # False if a full device is only the usual cause of these words: check how much is free.
+    # False if these words usually, but not always, mean a full device: check its free memory.
     is_certain: bool
-    # Why this process cannot go on; empty if it can, with less memory in use. It is also set if the
-    # numbers of the message contradict each other, so that they are not used.
+    # Why this process cannot go on; empty if it can, using less memory. Also set if the numbers of
+    # the message contradict each other: they cannot be trusted.
     fatal: str
-    text: str  # the lines of the message, at most six
-    # In the process's own numbering: `GPU 0` under CUDA_VISIBLE_DEVICES=3 is card 3.
+    text: str  # the first lines of the message, six at most
+    # In the numbering of the process: with CUDA_VISIBLE_DEVICES=3, `GPU 0` is card 3.
     device: int | None = None
     requested_bytes: int | None = None
     total_bytes: int | None = None
     free_bytes: int | None = None
-    limit_bytes: int | None = None  # how much it may use, if that is a part of the device
+    limit_bytes: int | None = None  # the memory this process may use, if less than the whole device
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
-    unused_bytes: int | None = None  # reserved, in no tensor; if large, it is fragmented
+    unused_bytes: int | None = None  # reserved but in no tensor; a large value means fragmentation
     # Pairs (pid, bytes) of the processes in the message; pid None is the failed process. In a
-    # container torch prints a wrong pid for itself, so the failed process is found by its bytes.
+    # container torch prints a wrong pid for itself, so we recognise it by its bytes.
     process_bytes: tuple[tuple[int | None, int], ...] = ()
 
     @property
@@ -44,25 +44,25 @@ class OutOfMemory:
 
 _COMPILED = tuple((rule, re.compile(rule.pattern, re.MULTILINE)) for rule in RULES)
 
-# After these every call on the device fails until a restart. No OOM, but they may follow one.
+# After these, every call on the device fails until a restart. They are not OOMs but may follow one.
 _STICKY = re.compile(
     r"illegal memory access|device-side assert triggered|unspecified launch failure"
     r"|misaligned address|illegal instruction|uncorrectable (?:ECC|NVLink)|the launch timed out"
     r"|hardware stack error|invalid program counter|DEVICE_LOST"
 )
 
-# Errors of these kinds are about the program or the data, and may quote any text.
+# These errors are about the program or the data, and may quote any text.
 _NEVER = (
     "ArithmeticError|AssertionError|AttributeError|EOFError|ImportError|IndexError|KeyError"
     "|LookupError|ModuleNotFoundError|NameError|NotImplementedError|SyntaxError|TypeError"
     "|UnicodeDecodeError|UnicodeEncodeError|ValueError|Warning"
 )
-# What may precede the words in their line: a log prefix or the name of an error, but no sentence,
-# quotation, or source line of a raise statement, which a traceback shows.
+# Text allowed before the words in their line: a log prefix or the name of an error, but no
+# sentence, quotation, or `raise` statement quoted by a traceback.
 _LED = re.compile(r"^\s*$|[:\])>|│-]\s+$|Error:$|^(?!.*\braise ).*Error\(['\"]$")
 _LED_BY_OTHER = re.compile(rf"(?:{_NEVER}): $")
 
-# torch divides by 1024 whatever it calls the unit; older MPS allocators write GB, the kernel kB.
+# torch divides by 1024 whatever unit it prints; older MPS allocators write GB, the kernel kB.
 _SIZE = r"(\d{1,20}(?:\.\d{0,9})?) ?([KkMGTPE]?)i?[Bb](?:ytes)?"
 _NUMBERS = {
     "requested_bytes": (
@@ -108,18 +108,18 @@ _HOLDER = re.compile(
 _NUM_LINES = 6
 _HEAD_CHARACTERS = 600  # longer than any prefix of a log or a traceback
 _MESSAGE_CHARACTERS = 6000
-_CONTEXT_BYTES = 2 * GIB  # the most that CUDA and NCCL take outside torch's allocator
-_ROUNDING_BYTES = 10 << 20  # a message has two digits after the point
+_CONTEXT_BYTES = 2 * GIB  # upper bound for CUDA and NCCL outside torch's allocator
+_ROUNDING_BYTES = 10 << 20  # messages print two decimals
 _LARGEST_BYTES = 1 << 60  # no device has more; NVML's "not available" reads as 1 << 64
 
 
 def classify(error: BaseException | str) -> OutOfMemory | None:
-    """Say whether an error or a log text is an out-of-memory error; None if it is not.
+    """Decide whether an error or a log text is an out-of-memory error; None if it is not.
 
-    It judges text alone: an exception's class names and message, then those of the exceptions in a
-    group, the cause and the context; the nearest OOM wins. Exceptions that end the program
-    (KeyboardInterrupt, SystemExit) never count, whatever they interrupted. It keeps no reference to
-    the exception.
+    Only text counts: the class names and the message of an exception, then those of the exceptions
+    in its group, its cause and its context; the nearest OOM wins. Exceptions that end the program
+    (KeyboardInterrupt, SystemExit) never count, whatever they interrupted. No reference to the
+    exception is kept.
 
     >>> found = classify("RuntimeError: CUDA error: out of memory")
     >>> found.source, found.is_survivable
@@ -135,13 +135,13 @@ def classify(error: BaseException | str) -> OutOfMemory | None:
 
 
 def classify_anywhere(line: str) -> OutOfMemory | None:
-    """Read a line as `classify` does, whatever precedes the words: a person's own sentence."""
+    """Classify a line whatever precedes the words, such as a sentence that someone wrote."""
     starts = [match.start() for _, pattern in _COMPILED if (match := pattern.search(line))]
     return _read(line[min(starts) :], [line]) if starts else None
 
 
 def _chain(error: BaseException) -> Iterator[Exception]:
-    """Yield the error and its causes, once each (a chain may be circular)."""
+    """Yield the error and its causes, each once (a chain may be circular)."""
     waiting: list[object] = [error]
     seen: set[int] = set()
     while waiting:
@@ -157,7 +157,7 @@ def _chain(error: BaseException) -> Iterator[Exception]:
 
 
 def _texts(error: Exception) -> list[str]:
-    """Return the last line of the traceback once per class: a subclass counts as its base does."""
+    """Return the last line of the traceback for each class of the MRO, so that subclasses match."""
     names = [
         kind.__qualname__
         if kind.__module__ == "builtins"
@@ -170,7 +170,7 @@ def _texts(error: Exception) -> list[str]:
 
 
 def _pinning(error: Exception) -> str:
-    """Return the line that raised, if it asked for page-locked memory: the error does not say."""
+    """Return the line that raised, if it requested page-locked memory: the error does not say."""
     raised = [
         f"in {frame.name}: {frame.line}\n"
         for frame in traceback.extract_tb(error.__traceback__, limit=-1)
@@ -179,8 +179,8 @@ def _pinning(error: Exception) -> str:
 
 
 def _read(text: str, all_texts: list[str]) -> OutOfMemory | None:
-    """Find the first OOM in a text, certain ones first; at one place the first rule wins."""
-    # A progress bar ends its lines with \r alone.
+    """Find the first OOM in a text: certain rules first, then by place, then by rule order."""
+    # Progress bars end their lines with a lone \r.
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     matches = [
         (rule, match)
@@ -237,7 +237,7 @@ def _number(patterns: tuple[str, ...], message: str) -> int | None:
 
 
 def _contradiction(found: OutOfMemory) -> str:
-    """Say why the numbers of a message cannot all be true; empty if they can."""
+    """Return why the numbers of a message cannot all be true; empty if they can."""
     numbers = (
         found.total_bytes,
         found.free_bytes,
@@ -259,7 +259,7 @@ def _contradiction(found: OutOfMemory) -> str:
     refused = found.requested_bytes
     if refused is None or found.limit_bytes is not None:
         return ""
-    # Another process's block may be freed between the refusal and the message, but not half a card.
+    # Another process may free a block between the refusal and the message, but not half a card.
     if found.free_bytes < max(2 * refused, found.total_bytes // 2):
         return ""
     return (
@@ -270,7 +270,7 @@ def _contradiction(found: OutOfMemory) -> str:
 
 
 def _own_marked(found: OutOfMemory) -> list[tuple[int | None, int]]:
-    """Set pid None for the failed process, whose pid differs in a container, by what torch has."""
+    """Set pid None for the failed process, which we find by its bytes: containers change pids."""
     holders = list(found.process_bytes)
     own_bytes = (found.allocated_bytes or 0) + (found.unused_bytes or 0)
     if found.allocated_bytes is None or any(pid is None for pid, _ in holders):

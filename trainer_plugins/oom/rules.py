@@ -1,31 +1,31 @@
-"""Lists the words that mean out of memory, where each was seen, and whether a run survives it."""
+"""The words that mean out of memory, where each was seen, and whether a run survives it."""
 
 from functools import partial
 from typing import Literal, NamedTuple
 
-Source = Literal[  # what could not get memory
-    "allocator",  # torch's caching allocator, of a CUDA, HIP, XPU, MPS, NPU, HPU or simulated card
-    "masked",  # the same, hidden behind an error in reporting it
+Source = Literal[  # the component that got no memory
+    "allocator",  # torch's caching allocator on a CUDA, HIP, XPU, MPS, NPU, HPU or simulated card
+    "masked",  # the same, hidden behind an error while reporting it
     "driver",  # a call of the CUDA, HIP or Level Zero driver outside the allocator
     "library",  # cuBLAS, cuDNN, cuSOLVER, cuFFT
     "nccl",  # a collective
     "deepspeed",  # the workspace of its inference kernels
     "pinned",  # page-locked main memory
     "shared",  # `/dev/shm`
-    "host",  # main memory, and everything that kills a process for it
-    "engine",  # vLLM or SGLang, which refuse to start before anything is allocated
+    "host",  # main memory, including everything that kills a process over it
+    "engine",  # vLLM or SGLang refusing to start, before any allocation
 ]
 
 
 class Rule(NamedTuple):
-    """Says which words mean out of memory, and what that means for the process."""
+    """A pattern that means out of memory, and its consequences for the process."""
 
     source: Source
     pattern: str
-    seen: str  # where the words were seen: an issue, or the file that writes them
-    fatal: str = ""  # why the process cannot go on afterwards; empty if it can
+    seen: str  # source of the words: an issue, or the file that writes them
+    fatal: str = ""  # why the process cannot go on; empty if it can
     is_certain: bool = True
-    follows_anything: bool = False  # whatever precedes the words in their line
+    follows_anything: bool = False  # any text may precede the words in their line
 
 
 LOST_CONTEXT = "a device error came with it, after which the CUDA context is lost"
@@ -43,11 +43,11 @@ _ENDED = "the process was ended"
 _NOT_STARTED = "the engine did not start"
 KILLED_FROM_OUTSIDE = "the process was killed from outside, and the log does not say by what"
 
-# Code that asks for page-locked memory: by name, or by a non-blocking copy to main memory.
-# Unsloth's checkpointing keeps its activations in buffers that are pinned too.
+# Code that requests page-locked memory: by name, or by a non-blocking copy to main memory.
+# Unsloth's checkpointing keeps activations in pinned buffers too.
 PINS = r"pin[ _]memory|to\(\\?['\"]cpu\\?['\"], ?non_blocking|CPU_BUFFERS|x\.resize_\(new_size\)"
 
-# "Killed" as bash and glibc translate it (po/*.po of both).
+# "Killed" in the translations of bash and glibc (po/*.po of both).
 KILLED = (
     r"Killed(?:: 9)?|已杀死|强制结束|強制結束|強制終了|已砍除|죽었음|Getötet|Gekillt"
     r"|Abgebrochen \(Killed\)|Tué|Processus arrêté|Matado"
@@ -71,10 +71,10 @@ _perhaps_library = partial(Rule, "library", is_certain=False)
 _pinned = partial(Rule, "pinned", fatal=_LOST_PINNED)
 _shared = partial(Rule, "shared", fatal=_LOST_WORKER)
 
-# More specific rules come first. A pattern starts where the words start and ends in the same line.
-# Each repetition is bounded and none is nested, so reading a log takes time linear in its length.
+# Specific rules come first. A pattern starts at the words and ends in the same line. Each
+# repetition is bounded and none is nested, so reading a log takes linear time.
 RULES = (
-    # A collective, whose message contains the driver's words.
+    # Collectives, whose messages contain the driver's words.
     _nccl(
         r"\bWARN Cuda failure (?:\d{1,9} )?'out of memory'",
         "NVIDIA/nccl#1235",
@@ -88,7 +88,7 @@ RULES = (
         is_certain=False,
         follows_anything=True,
     ),
-    # Page-locked main memory, in the driver's words: we look for the call that asked for it.
+    # Page-locked main memory. The words are the driver's, so we look for the requesting call.
     _pinned(
         rf"(?:{PINS})(?:.{{0,500}}\n){{1,4}}?.{{0,100}}Error: CUDA error: out of memory",
         "torch, utils/data/_utils/pin_memory.py; unslothai/unsloth#1797",
@@ -125,7 +125,7 @@ RULES = (
         "PKU-YuanGroup/Helios#62: CANN, of an Ascend card",
         follows_anything=True,
     ),
-    # torch asserts this only while it writes an OOM message (reportProcessMemoryInfo).
+    # torch asserts this only while writing an OOM message (reportProcessMemoryInfo).
     Rule(
         "masked",
         r"NVML_SUCCESS == .{0,300}?INTERNAL ASSERT FAILED at \"[^\"\n]{0,300}CUDACachingAllocator",
@@ -188,7 +188,7 @@ RULES = (
         "ml-explore/mlx#479, ggml-org/llama.cpp#16274: Metal's words, whose ever they are",
         fatal=_ENDED,
     ),
-    # Libraries: a handle, a workspace or a kernel that did not fit. Nothing is left half done.
+    # Libraries: no memory for a handle, a workspace or a kernel. Nothing is left half done.
     _library(
         r"(?:CUDA|cuDNN|cusolver|cusparse) error: CU\w{1,20}_STATUS_ALLOC_FAILED",
         "QwenLM/Qwen3#873",
@@ -271,7 +271,7 @@ RULES = (
         r"|node was low on resource: memory",
         "alauda/kubeflow-chart#45, docker/for-linux#1001, kubeflow/trainer#301",
     ),
-    # An inference engine that refuses to start. vLLM raises a ValueError.
+    # Inference engines that refuse to start. vLLM raises a ValueError.
     _engine(r"(?:ValueError: )?Free memory on device.{0,60} on startup", "pytorch/pytorch#175666"),
     _engine(
         r"(?:ValueError: )?(?:No available memory for the cache blocks\. Try"
@@ -287,8 +287,8 @@ RULES = (
         "sgl-project/sglang#10408; sglang, mem_cache/common.py",
         fatal=_ENDED,
     ),
-    # Killed by a signal: often for main memory, but any program may send it. The code or the signal
-    # stands near a word of ending, in whatever order.
+    # Killed by a signal: often for lack of main memory, but any program may send it. The code or
+    # the signal stands near a word for ending, in either order.
     _killed(
         r"(?i:\b(?:exit\w{0,8}|rc|return(?:ed|s)?[_ -]?(?:code|value|status))"
         r"(?![\w-])[^\n\d\[+]{0,40}?(?<![\w.+-])\(?(?:-9|137)(?![\w%-]|\.\d)"
@@ -310,6 +310,6 @@ RULES = (
         r"|\bzsh: killed {2,12}\S|\btask \d{1,6}: Killed",
         "thangvubk/SoftGroup#18, InternLandMark/LandMark#65; what shells and srun say",
     ),
-    # torch's own class, with any message: ComfyUI#4880 cuts it to "Allocation on device".
+    # torch's own class with any message: ComfyUI#4880 cuts it to "Allocation on device".
     _allocator(r"\b(?:[\w.]{1,100}\.)?OutOfMemoryError: ", "Comfy-Org/ComfyUI#4880"),
 )

@@ -1,1 +1,1 @@
-"""Predict the memory of a run before its launch: what is asked, what is answered, what fits."""
+"""Predict the memory of a run before you launch it: its request, its plan, changes that fit."""

@@ -1,4 +1,4 @@
-"""Remember what was planned for a Trainer before it trained, for the record of its error."""
+"""Remember the plan of a Trainer before it trains, so that its OOM record can cite the plan."""
 
 from contextlib import suppress
 from dataclasses import asdict
@@ -14,12 +14,12 @@ _plans: WeakKeyDictionary[object, MemoryPlan] = WeakKeyDictionary()
 
 
 def remember(trainer: object, plan: MemoryPlan) -> None:
-    """Keep the plan of a Trainer as long as the Trainer lives."""
+    """Keep the plan for as long as the Trainer lives."""
     _plans[trainer] = plan
 
 
 def plan_before(trainer: object, folder: Path) -> Planned | None:
-    """Return what `plan_run` predicted for this Trainer, else the plan in the run's folder."""
+    """Return the plan that `plan_run` made for this Trainer, else the plan in the run's folder."""
     if (plan := _plans.get(trainer)) is not None:
         return _make_planned(plan, "plan_run")
     with suppress(OSError, ValueError, TypeError):

@@ -1,4 +1,4 @@
-"""Compare a plan with what MemoryWatchdog saw in the real run, and keep the measured context."""
+"""Compare a plan with MemoryWatchdog's readings of the real run, and keep the measured context."""
 
 import json
 import re
@@ -21,16 +21,16 @@ _MOMENTS_SEEN: dict[str, tuple[Moment, ...]] = {
     "predict": ("evaluation", "generation"),
     "generate": ("generation",),
     "save": ("save",),
-}  # what the watchdog distinguishes, with a plan's moments
+}  # the watchdog's moments, each with the plan's moments that it covers
 
-_SAME_CARD = 0.05  # of the total memory: drivers and ECC differ by less
-# more than this includes memory of other processes
+_SAME_CARD = 0.05  # as a fraction of total memory: drivers and ECC differ by less
+# a larger context includes memory of other processes
 _LARGEST_CONTEXT_FRACTION, _LARGEST_CONTEXT_BYTES = 0.1, 3 << 29
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Holds the predicted and the measured value of one counter in one moment. Sizes in bytes."""
+    """Holds the predicted and the measured value of one counter at one moment. Sizes in bytes."""
 
     moment: str  # as the watchdog names it: `train`, `eval`, `predict`, `generate`, `save`
     # `allocated`, `reserved`, or `card`: all memory of the card in use, by any process
@@ -50,26 +50,25 @@ class Difference:
 class Calibration:
     """Holds the comparison of a plan with a run."""
 
-    differences: tuple[Difference, ...]  # all differences, the worst first
+    differences: tuple[Difference, ...]  # the worst first
     # the most memory of the card in use outside the allocator: context, NCCL, other processes
     context_bytes: int
-    kept_in: Path | None  # the file that keeps that context for later plans; None if none does
+    kept_in: Path | None  # the file that keeps this context for later plans, if any
     remarks: tuple[str, ...]  # notes on how to read these numbers
 
 
 def calibrate(plan: MemoryPlan, run_dir: str | Path) -> Calibration:
     """Compare a plan with the timelines of its run, and keep the measured context.
 
-    Only the context is kept, for this kind of card and version of torch. No prediction is ever
-    scaled by a factor. Of several runs in one folder the last one counts, and of several ranks the
-    one with the most memory.
+    Only the context is kept, for this kind of card and this version of torch; no prediction is ever
+    scaled by a factor. The last run in the folder counts, and its rank with the most memory.
 
     Args:
         plan: the plan that was made for the run.
         run_dir: the output_dir of a run that had MemoryWatchdog.
 
     Raises:
-        PlanError: there are no timelines, or they are of another model, world size or card.
+        PlanError: there are no timelines, or they belong to another model, world size or card.
         OSError: the context cannot be written.
     """
     run_dir = Path(run_dir)
@@ -113,7 +112,7 @@ def timelines_of(run_dir: Path) -> Timelines:
 
 
 def differences_of(plan: MemoryPlan, ranks: Timelines) -> list[Difference]:
-    """Compare each counter of each moment."""
+    """Compare each counter at each moment."""
     found = []
     for moment, peak in peaks_as_seen(plan).items():
         seen = _readings_in(ranks, moment)
@@ -134,7 +133,7 @@ def differences_of(plan: MemoryPlan, ranks: Timelines) -> list[Difference]:
 
 
 def peaks_as_seen(plan: MemoryPlan) -> dict[str, MomentPeak]:
-    """Return the peaks of a plan by the watchdog's moments."""
+    """Return the peaks of a plan, grouped by the watchdog's moments."""
     found = {}
     for moment, planned in _MOMENTS_SEEN.items():
         if peaks := [plan.moments[name] for name in planned if name in plan.moments]:
@@ -148,9 +147,10 @@ def peaks_as_seen(plan: MemoryPlan) -> dict[str, MomentPeak]:
 def _readings_in(
     ranks: Timelines, moment: str, before_evaluation: bool = False
 ) -> list[MemoryReading]:
-    """Return the readings of all ranks in a moment; if asked, only those before an evaluation.
+    """Return the readings of all ranks at one moment.
 
-    What an evaluation has reserved stays reserved.
+    `before_evaluation` drops readings after a rank's first evaluation, whose reserved memory stays
+    reserved.
     """
     found = []
     for entries in ranks.values():
@@ -165,7 +165,7 @@ def _readings_in(
 
 
 def refuse_another_run(plan: MemoryPlan, ranks: Timelines, flag: str = "--calibrate") -> None:
-    """Refuse the timelines of a run that cannot be the planned one."""
+    """Refuse timelines that cannot belong to the planned run."""
     if plan.cards:
         raise PlanError(
             f"{flag}: the plan is for the fullest of {len(plan.cards)} cards of one process, and a"
@@ -213,13 +213,13 @@ def _doubt_about_context(plan: MemoryPlan, ranks: Timelines, context_bytes: int)
 
 
 def context_file(card_name: str) -> Path:
-    """Return the file for the context of this card with the installed torch; it may not exist."""
+    """Return the file that keeps the context of this card with the installed torch, if any."""
     name = re.sub(r"[^A-Za-z0-9.-]+", "-", card_name)
     return cache_folder() / "contexts" / f"{name}-torch{version('torch')}.json"
 
 
 def keep_context(card_name: str, context_bytes: int, measured_in: Path) -> Path:
-    """Keep a context that was measured in the folder of a run, and return its file."""
+    """Save a context that was measured in the folder of a run, and return the file."""
     file = context_file(card_name)
     file.parent.mkdir(parents=True, exist_ok=True)
     kept = {"context_bytes": context_bytes, "measured_in": str(measured_in)}

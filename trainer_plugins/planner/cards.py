@@ -1,4 +1,4 @@
-"""List cards by name: their memory, what a process loses before its first tensor, their kernels."""
+"""List GPUs by name: memory, context size, and the kernels they choose."""
 
 import re
 from collections.abc import Mapping
@@ -11,26 +11,27 @@ from trainer_plugins.units import GIB, MIB, parse_size, size
 
 GUESSED_CONTEXT_BYTES = 512 * MIB
 
-# an attention kernel, or what torch falls back to
+# an attention kernel, or torch's fallback, which writes all scores
 Kernel = Literal["cuDNN", "flash", "memory-efficient", "all scores"]
 
-_MAX_HEAD = 256  # of flash and of cuDNN
+_MAX_HEAD = 256  # the limit of flash and of cuDNN
 _AMPERE = (8, 0)
 
 _PER_MULTIPROCESSOR = {
     (7, 5): (1024, 64), (7, 0): (2048, 96), (8, 0): (2048, 164), (8, 6): (1536, 100),
     (8, 9): (1536, 100), (12, 0): (1536, 100), (12, 1): (1536, 100),
 }  # fmt: skip
-"""Threads and KiB of shared memory of a multiprocessor; (2048, 228) of what is not here (CUDA C++
-Programming Guide, "Technical Specifications per Compute Capability")."""
+"""Threads and KiB of shared memory of a multiprocessor, by capability; (2048, 228) for all others
+(CUDA C++ Programming Guide, "Technical Specifications per Compute Capability").
+"""
 
 
 class Speed(NamedTuple):
-    """Holds what a card can do at most."""
+    """Holds the peak rates of a card."""
 
-    teraflops: float  # of dense bf16, of fp16 before Ampere, with sums in float32
+    teraflops: float  # dense bf16 (fp16 before Ampere), accumulated in float32
     memory: float  # bytes a second
-    bus: float  # bytes a second to main memory, one way: what is reached, not PCIe's own figure
+    bus: float  # bytes a second to main memory, one way: the rate reached, not PCIe's nominal one
     link: float  # bytes a second to other cards, one way: NVLink, else the bus
 
 
@@ -39,19 +40,19 @@ class Card:
     """Describes one kind of card. Sizes in bytes."""
 
     name: str
-    capacity_bytes: int  # that torch reports, less than the card is sold with
+    capacity_bytes: int  # as torch reports it: less than the advertised size
     capability: tuple[int, int] = (9, 0)
-    num_multiprocessors: int = 132  # kernels may keep sums for each
-    context_bytes: int = GUESSED_CONTEXT_BYTES  # of CUDA and its libraries in a process
+    num_multiprocessors: int = 132  # some kernels keep a sum for each
+    context_bytes: int = GUESSED_CONTEXT_BYTES  # CUDA and its libraries in one process
     context_source: str | None = None  # who measured the context; None if it is a guess
-    is_unified: bool = False  # whether its memory is the main memory of its machine
+    is_unified: bool = False  # whether it shares the main memory of its machine
     l2_mib: int = 50  # the second-level cache
-    speed: Speed | None = None  # None if it is not known
-    guess: str = ""  # what of the card is not known, in words
+    speed: Speed | None = None  # None if unknown
+    guess: str = ""  # which of these figures are guesses, in words
 
     @property
     def num_threads(self) -> int:
-        """Return the threads of a multiprocessor."""
+        """Return the maximum number of threads of a multiprocessor."""
         return _PER_MULTIPROCESSOR.get(self.capability, (2048, 228))[0]
 
     @property
@@ -61,11 +62,11 @@ class Card:
 
 
 NO_CARD = Card(name="a card without a limit", capacity_bytes=4096 * GIB)
-"""Of a run that names none: it is asked what it needs, and not whether it fits."""
+"""For a run that names no card: the plan gives its memory, but not whether it fits."""
 
 
 def describe_context(card: Card) -> str:
-    """Say in one line where the context of a plan comes from."""
+    """Say in one line where the plan's context size comes from."""
     if card.context_source is not None:
         return f"the context of {size(card.context_bytes)} on {card.name}: {card.context_source}"
     return (
@@ -75,9 +76,9 @@ def describe_context(card: Card) -> str:
 
 
 def count_unified_memory(card: Card, process_bytes: int, host_peaks: Mapping[Moment, int]) -> int:
-    """Return what main memory takes of a card whose memory it is, after the load; else 0.
+    """Return the bytes that the host takes of a unified memory after loading; 0 otherwise.
 
-    The weights that are read from a file are given up when they are on the card.
+    The host copies of weights are freed once the weights are on the card.
     """
     if not card.is_unified:
         return 0
@@ -86,7 +87,7 @@ def count_unified_memory(card: Card, process_bytes: int, host_peaks: Mapping[Mom
 
 
 def describe_size(card: Card) -> str:
-    """Say how a size in GB was read; empty for a card with a name, and for GiB.
+    """Explain how a size in GB was read; empty for a card's name and for GiB.
 
     >>> describe_size(card_of("24GB")).partition(";")[0]
     '24GB is read as 24,000,000,000 bytes, which are 22.35 GiB'
@@ -100,17 +101,16 @@ def describe_size(card: Card) -> str:
     )
 
 
-# GiB: what a published message of torch says ("GPU 0 has a total capacity of 79.10 GiB"); drivers
-# and ECC differ, so it is the smallest that was found. ~24 is what a card is sold with: torch then
-# gets about 0.98 of it less 0.15 GiB, a little less than on every GeForce whose figure was found. A
-# card with the same memory chips has the figure of its sister (rtx6000ada, a10, a40, l20, l40; h800
-# and a800 are an H100 and an A100). Of b300 nvidia-smi's 275,040 MiB are known, less what a B200
-# loses. Capability, multiprocessors and L2 (MiB): NVIDIA's data sheets, and its white papers of
-# GA100, GA102, Ada, Hopper and both Blackwells.
-# Speeds: the same papers (SXM where there are several), which print twice the dense figure where
-# they count sparse matrices, and NVLink both ways. The bus of PCIe 5.0 was measured on an H100
-# (docs/internals/measured.md), that of 4.0 `BUS_BYTES_PER_SECOND`, of 3.0 half of it. gb10 has no
-# figure for bf16.
+# GiB: from a published message of torch ("GPU 0 has a total capacity of 79.10 GiB"). Drivers and
+# ECC differ, so this is the smallest we found. ~24 is the advertised size: torch gets about 0.98 of
+# it less 0.15 GiB, slightly less than on any GeForce we found a figure for. A card with the same
+# memory chips has the figure of its sister (rtx6000ada, a10, a40, l20, l40; h800 and a800 are an
+# H100 and an A100). For b300 we know nvidia-smi's 275,040 MiB, from which we subtract the loss of a
+# B200. Capability, multiprocessors and L2 (MiB): NVIDIA's data sheets, and its white papers on
+# GA100, GA102, Ada, Hopper and both Blackwells. Speeds: the same papers (SXM if there are several),
+# which print twice the dense figure where they count sparse matrices, and NVLink in both
+# directions. The bus of PCIe 5.0 is measured in docs/internals/measured.md; that of 4.0 is
+# `BUS_BYTES_PER_SECOND`, and 3.0 has half of it. gb10 has no bf16 figure.
 _TABLE = """
 name                GiB   sm   SMs  L2   TFLOPS  GB/s  bus  link
 t4                14.56   7.5   40   4       65   300   12    12
@@ -222,9 +222,9 @@ _CONTEXTS: Mapping[str, tuple[int, str]] = {
         "as measured with torch 2.11 for CUDA 13 and driver 580 (docs/internals/measured.md)",
     ),
 }
-_UNIFIED = ("gb10",)  # what vLLM printed on one
+_UNIFIED = ("gb10",)  # as vLLM printed on one
 
-# The usual card up to each size in GiB, whose kernels a card without a name is planned with.
+# The usual card up to each size in GiB: its kernels stand for those of a card without a name.
 _USUAL = (
     (9, "rtx4060"), (14.4, "rtx4070"), (14.8, "t4"), (19, "rtx4080"), (28, "rtx4090"),
     (36, "rtx5090"), (43, "a100-40gb"), (60, "l40s"), (83, "h100-80gb"), (97, "rtxpro6000"),
@@ -233,7 +233,7 @@ _USUAL = (
 
 
 def _card(name: str, gib: str, capability: str, *numbers: str) -> Card:
-    """Make a card of a line of the table."""
+    """Build a card from a line of the table."""
     sold = float(gib.removeprefix("~"))
     capacity = 0.98 * sold - 0.15 if gib.startswith("~") else sold
     context_bytes, source = _CONTEXTS.get(name, (GUESSED_CONTEXT_BYTES, None))
@@ -261,17 +261,17 @@ _NO_NAME = re.compile(
     r"nvidia|amd|instinct|geforce|quadro|tesla|rtx|graphics|gpu|generation|blackwell|superchip|"
     r"workstation|server|edition|max-?q|sxm\d?|hbm\d?e?|(?<=\d)\s*gi?b\b"
 )
-"""Words of a card's name, as drivers and shops write it, that do not distinguish cards."""
+"""Words in the names of drivers and shops that do not distinguish cards."""
 
 
 def card_of(text: str) -> Card:
-    """Find a card by its name, or make one with a given size, as one of this generation.
+    """Find a card by name, or build one from a size (with a capability if given).
 
     >>> card_of("NVIDIA A100-SXM4-80GB").name, card_of("rtx 6000 pro").capability
     ('a100-80gb', (12, 0))
     >>> card_of("15.99GiB").capability, card_of("15.99GiB,sm_80").capability
     ((8, 9), (8, 0))
-    >>> card_of("61GiB unified").is_unified  # one memory for both, as of Jetson and Apple
+    >>> card_of("61GiB unified").is_unified  # one memory for both, as on Jetson and Apple
     True
     >>> card_of("64MiB").context_bytes
     0
@@ -287,7 +287,7 @@ def card_of(text: str) -> Card:
     asked = _parts(text)
     for wanted in (asked, tuple(part for part in asked if part != "pcie")):
         found = [card for card in CARDS if _parts(card.name) == wanted]
-        # A part of a name may stand for several: a100 is sold with 40 and with 80 GB.
+        # Part of a name may match several: a100 comes with 40 and with 80 GB.
         near = [card for card in CARDS if wanted and {*wanted} <= {*_parts(card.name)}]
         if found or len(near) == 1:
             return (found or near)[0]
@@ -298,7 +298,7 @@ def card_of(text: str) -> Card:
 
 
 def _parts(name: str) -> tuple[str, ...]:
-    """Return the letters and numbers that distinguish a card, sorted.
+    """Return the words and numbers that distinguish a card, sorted.
 
     >>> _parts("NVIDIA RTX PRO 6000 Blackwell Server Edition"), _parts("rtx5090laptop")
     (('6000', 'pro'), ('5090', 'laptop'))
@@ -310,7 +310,7 @@ def _parts(name: str) -> tuple[str, ...]:
 def make_card(
     text: str, capacity_bytes: int, is_unified: bool = False, major: str = "", minor: str = ""
 ) -> Card:
-    """Make a card of a size; without a capability, as the usual one of that size."""
+    """Build a card of a given size; without a capability, like the usual card of that size."""
     usual = next(name for most, name in _USUAL if capacity_bytes <= most * GIB)
     like = _BY_NAME[usual]
     generation = f"sm_{like.capability[0]}{like.capability[1]}"
@@ -323,7 +323,7 @@ def make_card(
         if not known:
             raise ValueError(f"no card here has the capability sm_{major}{minor}")
         like, guess = min(known, key=lambda card: abs(card.capacity_bytes - capacity_bytes)), ""
-    has_room = capacity_bytes > GUESSED_CONTEXT_BYTES  # not in a card of a test
+    has_room = capacity_bytes > GUESSED_CONTEXT_BYTES  # not on a test's tiny card
     return replace(
         *(like,),
         name=text,
@@ -337,9 +337,9 @@ def make_card(
 
 
 def prefers_cudnn(torch_version: str, capability: tuple[int, int]) -> bool:
-    """Return whether attention asks cuDNN first (sdp_utils.cpp, check_prefer_cudnn_attention).
+    """Return whether attention tries cuDNN first (sdp_utils.cpp, check_prefer_cudnn_attention).
 
-    It needs cuDNN 9.15.1, which comes with CUDA 13: with the builds that PyPI has since torch 2.11.
+    It needs cuDNN 9.15.1, which comes with CUDA 13: PyPI's builds have it since torch 2.11.
     """
     number, _, build = torch_version.partition("+")
     is_new = [int(part) for part in number.split(".")[:2]] >= [2, 11]
@@ -349,7 +349,7 @@ def prefers_cudnn(torch_version: str, capability: tuple[int, int]) -> bool:
 def attention_kernel(
     dtype: str, head_size: int, capability: tuple[int, int], *, has_mask: bool, asks_cudnn: bool
 ) -> Kernel:
-    """Return the kernel that `scaled_dot_product_attention` takes on a card (sdp_utils.cpp)."""
+    """Return the kernel that `scaled_dot_product_attention` picks on a card (sdp_utils.cpp)."""
     is_half = dtype in ("float16", "bfloat16")
     if asks_cudnn and is_half and head_size <= _MAX_HEAD and head_size % 8 == 0:
         return "cuDNN"

@@ -1,4 +1,4 @@
-"""Make a PlanRequest from what users give: a config, flags or arguments, and the name of a card."""
+"""Turn user input into a PlanRequest: a config, flags or arguments, and the name of a card."""
 
 import json
 import os
@@ -45,7 +45,7 @@ _OF_A_TRAINER = {
         "how it is launched is read from the process that made it; "
         "num_gpus changes the number of cards"
     ),
-}  # what belongs to a config, and why a Trainer does not take it
+}  # options for a config, each with the reason why a Trainer does not take it
 
 _COUNTS = (
     "per_device_train_batch_size",
@@ -56,7 +56,7 @@ _COUNTS = (
 
 
 def request_of(trainer_or_config: object, run: RunOptions) -> PlanRequest:
-    """Make the request for a run: of a Trainer before training, or of the config of a model."""
+    """Build the request of a run from a Trainer before training, or from a model's config."""
     if run.num_gpus is not None and run.num_gpus < 1:
         raise PlanError(f"--num-gpus: a run needs at least one, got {run.num_gpus}")
     if hasattr(trainer_or_config, "training_step"):
@@ -123,7 +123,7 @@ def _request_of_config(given: object, run: RunOptions) -> PlanRequest:
 
 
 def _check_flags(flags: Sequence[str]) -> None:
-    """Refuse numbers that no run can have, before torch is imported."""
+    """Refuse impossible numbers before torch is imported."""
     for flag, text in pairwise((*(part for each in flags for part in each.split("=", 1)), "")):
         name = flag.removeprefix("--").replace("-", "_")
         try:
@@ -137,7 +137,7 @@ def _check_flags(flags: Sequence[str]) -> None:
 
 
 def _quantisation(run: RunOptions, config: Mapping[str, object]) -> dict[str, object] | None:
-    """Check how the base is to be quantised, as far as that needs no torch."""
+    """Check the quantisation of the base, as far as that works without torch."""
     fields, of_config = _fields(run.quantization_config), config.get("quantization_config")
     if fields is None:
         if run.prepare_kbit is not None and not of_config:
@@ -161,7 +161,7 @@ def _host_limits(run: RunOptions, here: HostLimits) -> HostLimits:
 
 
 def _settings(run: RunOptions) -> str:
-    """Return the allocator settings: without any, those of the variable that this torch reads."""
+    """Return the allocator settings; by default, those of the variable that this torch reads."""
     if run.allocator is not None:
         return run.allocator
     variables = Variables.pick(os.environ)
@@ -170,7 +170,7 @@ def _settings(run: RunOptions) -> str:
 
 
 def read_config(given: str | os.PathLike[str], from_hub: bool = False) -> dict[str, object]:
-    """Read a config.json from its path, from its folder, or by the model's name on the hub."""
+    """Read a config.json from its path, its folder, or by the model's name on the hub."""
     path = Path(given)
     if not path.exists():
         path = _config_on_hub(os.fspath(given), from_hub)
@@ -190,15 +190,15 @@ def read_config(given: str | os.PathLike[str], from_hub: bool = False) -> dict[s
 
 
 def _config_on_hub(name: str, from_hub: bool) -> Path:
-    """Return a model's config.json in the hub's cache; `from_hub` fetches that one file."""
-    if from_hub:  # or it also asks for a list of agents, to describe itself in each request
+    """Find a model's config.json in the hub's cache; `from_hub` downloads that one file."""
+    if from_hub:  # Otherwise each request also asks for a list of agents, to describe itself.
         os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
 
     try:
         if from_hub:
             return Path(hf_hub_download(name, _CONFIG))
-        # Not by `local_files_only`: where the hub was imported before, that asks for the list too.
+        # Not `local_files_only`: once the hub is imported, that asks for the list too.
         if isinstance(found := try_to_load_from_cache(name, _CONFIG), str):
             return Path(found)
     except (OSError, ValueError) as error:
@@ -224,7 +224,7 @@ def _config(given: object, from_hub: bool) -> dict[str, object]:
 
 
 def _change_config(config: dict[str, object], run: RunOptions) -> dict[str, object]:
-    """Return a config with the attention and the head of the run."""
+    """Return the config with the run's attention and head."""
     if run.attn_implementation is not None:
         config = {**config, "_attn_implementation": run.attn_implementation}
     if run.head is None:
@@ -238,7 +238,7 @@ def _change_config(config: dict[str, object], run: RunOptions) -> dict[str, obje
 
 
 def arguments_to_send(given: Any) -> bytes | tuple[str, ...]:
-    """Return flags as they are, and pickle the class and the fields of TrainingArguments."""
+    """Return flags as they are; pickle the class and the fields of TrainingArguments."""
     if given is None:
         return ()
     if isinstance(given, Mapping):
@@ -252,14 +252,13 @@ def arguments_to_send(given: Any) -> bytes | tuple[str, ...]:
 
 
 def _trainer_of(run: RunOptions) -> str | None:
-    """Return the TRL Trainer that is named, or to whose config class the arguments belong."""
+    """Return the TRL Trainer given by name, or implied by the class of the arguments."""
     name = type(run.training_args).__name__
     of_config = name.removesuffix("Config").lower() if name.endswith("Config") else ""
     return run.trainer or (of_config if of_config in TRL_TRAINERS else None)
 
 
 def _image_size(text: str | None) -> tuple[int, int] | None:
-    """Read the height and the width of a picture."""
     if text is None:
         return None
     sides = re.fullmatch(r"(\d+)x(\d+)", text, re.IGNORECASE)

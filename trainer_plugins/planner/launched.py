@@ -10,7 +10,7 @@ from trainer_plugins.patched import Patches
 from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.request import PlanRequest, fill_in_nodes, nodes_of
 
-# Findings about the form of a file that stop a launch, or launch something else than was written.
+# Findings about malformed files, which stop a launch or launch something other than intended.
 _MALFORMED = (
     "config-duplicate-key",
     "config-unknown-key",
@@ -22,7 +22,7 @@ _FREE_PORT = "0"
 
 
 def complete_launch(request: PlanRequest) -> PlanRequest:
-    """Complete a request by its launch file: cards, nodes, and all that accelerate exports."""
+    """Fill in a request from its launch file: cards, nodes, and all that accelerate exports."""
     if request.launch_file is None:
         return fill_in_nodes(request)
     name = Path(request.launch_file).name
@@ -49,7 +49,7 @@ def complete_launch(request: PlanRequest) -> PlanRequest:
 
 
 def _num_nodes(config: dict[str, Any], num_gpus: int, name: str) -> int:
-    """Return the number of nodes, each with as many cards as the file says."""
+    """Return the number of nodes, keeping the file's number of cards in each."""
     machines, processes = config.get("num_machines", 1), config.get("num_processes")
     if not isinstance(machines, int) or machines < 1:
         raise PlanError(f"{name} has num_machines {machines}: it is 1 or more")
@@ -99,7 +99,7 @@ def _num_processes(document: Document, name: str) -> int:
 
 
 def _environment(path: str, num_gpus: int) -> dict[str, str]:
-    """Return what accelerate exports to the processes that it starts, by its own code."""
+    """Return the variables that accelerate would export to its processes, using its own code."""
     from accelerate.commands import launch
     from accelerate.utils import launch as prepare
 
@@ -115,7 +115,7 @@ def _environment(path: str, num_gpus: int) -> dict[str, str]:
             patches.set(launch, launcher, started.append)
         launch.launch_command(launch.launch_command_parser().parse_args([*asked, "train.py"]))
     (args,) = started
-    args.num_machines = 1  # with several, accelerate would look for the others
+    args.num_machines = 1  # With several machines, accelerate would look for the others.
     if args.use_deepspeed:
         _, exported = prepare.prepare_deepspeed_cmd_env(args)
     elif args.use_fsdp or args.multi_gpu:

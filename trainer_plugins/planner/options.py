@@ -1,8 +1,8 @@
-"""What a user says of a run that is to be planned: the options of `plan` and `check`.
+"""Define the options of `plan` and `check`, with which users describe a run.
 
 To add an option, write a field here (or in `AnswerOptions` of `trainer_plugins/cli/plan.py`, if it
-prints something else), and what becomes of it in `trainer_plugins/planner/inputs.py`.
-`docs/plan.md` explains it.
+changes the output only), and use it in `trainer_plugins/planner/inputs.py`. `docs/plan.md` explains
+it.
 """
 
 from dataclasses import dataclass, field
@@ -20,15 +20,15 @@ _MACHINE = "Machine"
 
 
 def option(panel: str, help: str, *, default: object = None, metavar: str | None = None) -> Any:
-    """Make a field of a dataclass an option of a command, in a panel of its help."""
+    """Declare a dataclass field as an option of a command, in a panel of its help."""
     return field(default=default, metadata={"help": help, "metavar": metavar, "panel": panel})
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """Describes one run: model, data, adapter, quantisation, and the machine with its launch.
+    """Describes one run: model, data, adapter, quantisation, machine and launch.
 
-    A field of type Any is a text on a command line; `plan_run` takes an object there, too.
+    A field of type Any is text on a command line; `plan_run` also takes an object there.
     """
 
     model: str | None = option(
@@ -132,7 +132,7 @@ class RunOptions:
     )
     timeout: float = option(_MACHINE, "Time limit of each dry run.", default=600, metavar="SECONDS")
 
-    # no options: what the words around them say, or only Python can
+    # no options: filled from the words around them, or only from Python
     training_args: object = None  # TrainingArguments, a dict of their fields, or flags
     quantization_config: object = None  # a BitsAndBytesConfig, or a dict of its fields
     allocator: str | None = None  # the text of PYTORCH_ALLOC_CONF; None: as in this process

@@ -1,4 +1,4 @@
-"""Define MemoryPlan: what a run is predicted to need, as a value."""
+"""Define MemoryPlan: the predicted memory of a run, as a value."""
 
 import json
 from collections.abc import Mapping
@@ -30,9 +30,9 @@ Category = Literal[
     "sharding buffers",
     "vLLM",
     "workspaces",
-]  # what memory is used for, in the breakdown at the peak
+]  # the use of memory, in the breakdown at the peak
 
-MOMENTS: tuple[Moment, ...] = get_args(Moment)  # in the order in which a run has them
+MOMENTS: tuple[Moment, ...] = get_args(Moment)  # in the order of a run
 
 
 def peak_until_resume(peaks: Mapping[Moment, int]) -> int:
@@ -45,7 +45,7 @@ class PlanError(ValueError):
 
 
 class NotPredicted(PlanError):  # noqa: N818 - what it says
-    """Names the part of a sound input whose memory the planner cannot predict."""
+    """Names the part of a valid input whose memory the planner cannot predict."""
 
     def __init__(self, what: str) -> None:
         super().__init__(f"not predicted: {what}")
@@ -59,13 +59,13 @@ class TensorsAtPeak:
     num_bytes: int  # the size of each
     category: Category
     part: str  # the part of the model without layer numbers: `mlp`, `lm_head`; empty if none
-    operation: str  # the line that made it, `train.py:9 loss`
+    operation: str  # the line that allocated it, `train.py:9 loss`
     moment: Moment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MomentPeak:
-    """Holds the peaks of one moment, or of one card. Sizes in bytes."""
+    """Holds the peaks at one moment, or on one card. Sizes in bytes."""
 
     allocated_bytes: int
     reserved_bytes: int
@@ -73,7 +73,7 @@ class MomentPeak:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """Describes a change that is predicted to make a run fit. Sizes in bytes, for one card.
+    """Describes a change that should make a run fit. Sizes in bytes, for one card.
 
     The effective batch stays the same.
     """
@@ -81,7 +81,7 @@ class Proposal:
     changes: tuple[str, ...]  # what changes, in words: "1 row x 16", "checkpointing"
     price: str
     flags: str  # what to add to the plan's command; if a flag is given twice, the last one counts
-    in_the_run: str = ""  # the same as your script, `exec` or the launcher take it
+    in_the_run: str = ""  # the same for your script, `exec` or the launcher
     micro_batch: int  # rows of one forward pass on one card (`per_device_train_batch_size`)
     accumulation_steps: int
     sequence_length: int
@@ -92,7 +92,7 @@ class Proposal:
 
 
 def part_of(module: str) -> str:
-    """Return what follows the number of a layer; without one, the last name.
+    """Return the name after a layer's number; without a number, the last name.
 
     >>> part_of("base_model.model.layers.3.mlp.gate_proj.lora_A.default"), part_of("model.norm")
     ('mlp', 'norm')
@@ -104,7 +104,7 @@ def part_of(module: str) -> str:
     return names[numbers[0] + 1] if numbers[0] + 1 < len(names) else names[numbers[0] - 1]
 
 
-# PCIe 4.0 x16, pinned: an A100 by nvbandwidth (forums.developer.nvidia.com/t/352186)
+# PCIe 4.0 x16, pinned: nvbandwidth on an A100 (forums.developer.nvidia.com/t/352186)
 BUS_BYTES_PER_SECOND = 25_000_000_000
 
 
@@ -117,75 +117,72 @@ def describe_least_seconds(copy_seconds: float) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Streamed:
-    """Describes a frozen base that is streamed. Sizes in bytes, for one card."""
+    """Describes a streamed frozen base. Sizes in bytes, for one card."""
 
     num_layers: int
     resident_layers: int  # how many of them are on the card
-    num_bytes: int  # the weights that wait in main memory
-    copied_bytes_per_micro_batch: int  # what its forward and backward copy over the bus
+    num_bytes: int  # the weights kept in main memory
+    copied_bytes_per_micro_batch: int  # over the bus, in its forward and backward pass
     copied_bytes_per_step: int
-    copy_seconds_per_step: float  # how long that takes at `BUS_BYTES_PER_SECOND`
+    copy_seconds_per_step: float  # at `BUS_BYTES_PER_SECOND`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """Holds what a run is predicted to need. Sizes in bytes, for one card unless stated otherwise.
-
-    Everything is predicted, without a card.
-    """
+    """Holds the predicted memory of a run. Sizes in bytes, for one card unless stated otherwise."""
 
     json_properties: ClassVar[tuple[str, ...]] = ("margin_bytes",)
 
-    allocated_peak_bytes: int  # what `max_memory_allocated` will return
-    # what `max_memory_reserved` will return; of a run that does not fit, on an unlimited card
+    allocated_peak_bytes: int  # the predicted `max_memory_allocated`
+    # the predicted `max_memory_reserved`; if the run does not fit, that on an unlimited card
     reserved_peak_bytes: int
-    nvidia_smi_peak_bytes: int  # what the driver will show: reserved memory and the context
+    nvidia_smi_peak_bytes: int  # the peak in nvidia-smi: reserved memory and the context
     host_ram_bytes_per_node: int  # the peak of all ranks' tensors in a node's main memory
     host_pinned_bytes_per_node: int = 0  # the part of them that is pinned
-    host_process_bytes_per_node: int = 0  # of Python and its libraries, in all ranks of a node
+    host_process_bytes_per_node: int = 0  # Python and its libraries, in all ranks of a node
     # the peak of the tensors in main memory by moment, for the moments that add some
     host_moments: Mapping[Moment, int] = field(default_factory=dict)
     host_capacity_bytes: int | None = None  # the main memory of a node; None if unknown
-    host_shortage: str | None = None  # what does not fit in main memory, in words
+    host_shortage: str | None = None  # the shortage of main memory, in words
     capacity_bytes: int | None = None  # the memory of the card; None if no card was named
     # whether the run completes on that card and in that main memory; None if neither is known
     fits: bool | None = None
     moment: Moment  # the moment of the allocated peak
     breakdown: Mapping[Category, int]  # at the allocated peak; adds up to it
     moments: Mapping[Moment, MomentPeak]  # the peak of each moment of the run
-    # the smallest card on which the run completes, by releasing its cache; None if unknown
+    # the smallest card on which the run completes, by flushing its cache; None if unknown
     smallest_card_bytes: int | None = None
-    fails_on_less: str | None = None  # the line whose request fails on a smaller card
-    num_flushes: int = 0  # how often a full card releases its cache (`num_alloc_retries`)
-    failed_request_bytes: int | None = None  # of the allocation that fails; None if the run fits
+    fails_on_less: str | None = None  # the line whose allocation fails on a smaller card
+    num_flushes: int = 0  # how often a full card flushes its cache (`num_alloc_retries`)
+    failed_request_bytes: int | None = None  # size of the failing allocation; None if the run fits
     failed_request: str | None = None  # its operation, module and moment
     not_reliable: tuple[str, ...] = ()  # figures that are less reliable than usual, and why
-    assumptions: tuple[str, ...] = ()  # of the planner, where the input says nothing
-    known_error: str = ""  # how far earlier plans were from measured figures
+    assumptions: tuple[str, ...] = ()  # made by the planner where the input is silent
+    known_error: str = ""  # how far earlier plans were from measurements
     gpu: str | None = None  # the name of the card; None if no card was named
     num_gpus: int = 1  # cards that train together, or processes if each has several cards
-    # the peaks of each card of a process with several, by index; all else is of the fullest
+    # the peaks of each card of a multi-card process, by index; all else describes the fullest
     cards: tuple[MomentPeak, ...] = ()
-    context_bytes: int = 0  # the part of `nvidia_smi_peak_bytes` that is outside torch's allocator
+    context_bytes: int = 0  # the part of `nvidia_smi_peak_bytes` outside torch's allocator
     num_parameters: int = 0
     num_trainable_parameters: int = 0
-    # of torch, transformers and other packages that the run was rehearsed with
+    # torch, transformers and other packages used in the dry run
     versions: Mapping[str, str] = field(default_factory=dict)
-    # in order, each the maximum of up to some hundred events: moment, allocated, reserved bytes
+    # in order, each the maximum over up to a few hundred events: moment, allocated, reserved bytes
     timeline: tuple[tuple[Moment, int, int], ...] = ()
-    groups_at_peak: tuple[TensorsAtPeak, ...] = ()  # what takes most, equal tensors as one entry
-    # what was planned, by name: the model, rows, length, dtype, optimizer, launch, command
+    groups_at_peak: tuple[TensorsAtPeak, ...] = ()  # the largest tensors, equal ones as one entry
+    # the planned run, by name: the model, rows, length, dtype, optimizer, launch, command
     planned: Mapping[str, str] = field(default_factory=dict)
-    # what more micro-batches of fewer rows do to the gradient; None if an older version planned
+    # the effect of more, smaller micro-batches on the gradient; None in plans of older versions
     accumulation: Accumulation | None = None
-    streamed: Streamed | None = None  # how the frozen base is streamed, if it is
-    # changes with which the run would fit, if asked for; the least costly first
+    streamed: Streamed | None = None  # the streamed frozen base, if there is one
+    # changes with which the run would fit, if asked for; the cheapest first
     proposals: tuple[Proposal, ...] = ()
-    tried_without_success: tuple[str, ...] = ()  # changes, each with what is missing
+    tried_without_success: tuple[str, ...] = ()  # changes, each with the memory still missing
 
     @property
     def loaded_bytes(self) -> int | None:
-        """Return what the models take before they train, without an engine's share of the card."""
+        """Return the memory of the models before training, without an engine's share of the GPU."""
         load = self.moments.get("load")
         return load.allocated_bytes - self.breakdown.get("vLLM", 0) if load is not None else None
 
@@ -199,21 +196,21 @@ class MemoryPlan:
 
     @property
     def host_bytes_per_node(self) -> int:
-        """Return what a node needs of its main memory: tensors, Python and its libraries."""
+        """Return the peak main memory of a node: tensors, Python and its libraries."""
         return self.host_ram_bytes_per_node + self.host_process_bytes_per_node
 
     @property
     def needed_bytes(self) -> int:
-        """Return what a card has to have, context included: one that is full releases its cache."""
+        """Return the smallest sufficient card, context included: a full card flushes its cache."""
         return self.smallest_card_bytes or self.nvidia_smi_peak_bytes
 
     @property
     def margin_bytes(self) -> int | None:
-        """Return what the card has beside that, negative if short; None without a card."""
+        """Return the memory left on the card, negative if short; None without a card."""
         return None if self.capacity_bytes is None else self.capacity_bytes - self.needed_bytes
 
     def count_needed(self, proposal: Proposal) -> int:
-        """Return what a card has to have with a proposal for the one that is named."""
+        """Return the smallest sufficient card with a proposal that was made for the plan's card."""
         return (self.capacity_bytes or 0) - proposal.margin_bytes
 
     def to_json(self) -> str:
@@ -222,7 +219,7 @@ class MemoryPlan:
 
     @classmethod
     def from_json(cls, text: str) -> "MemoryPlan":
-        """Read what `to_json` or `trainer-plugins plan --json` wrote.
+        """Parse the output of `to_json` or `trainer-plugins plan --json`.
 
         Raises:
             ValueError: the text is not the JSON of a plan.

@@ -1,4 +1,4 @@
-"""Define PlanRequest: what to predict, as a value that can be sent to the subprocess."""
+"""Define PlanRequest: the run to predict, as a value that can be sent to the subprocess."""
 
 import pickle
 from collections.abc import Mapping
@@ -11,12 +11,12 @@ from trainer_plugins.planner.cards import Card
 from trainer_plugins.planner.plan import PlanError
 
 DEFAULT_SEQUENCE_LENGTH = 2048
-TRL_LENGTH = 1024  # `max_length` of its configs
+TRL_LENGTH = 1024  # `max_length` of TRL's configs
 DEFAULT_EVALUATION_BATCHES = 8
-LONGEST_SEQUENCE = 1 << 24  # tokens of a row: no model has 10 million
+LONGEST_SEQUENCE = 1 << 24  # tokens of a row: no model takes 10 million
 LONGEST_SOUND_SECONDS = 1 << 16
-MOST_PIXELS = 1 << 16  # of a side of a picture
-MOST_LAYERS = 1 << 12  # the deepest that are trained have some hundreds
+MOST_PIXELS = 1 << 16  # along one side of a picture
+MOST_LAYERS = 1 << 12  # the deepest trained models have a few hundred
 LAYER_COUNTS = (
     "num_hidden_layers",
     "n_layer",
@@ -25,21 +25,21 @@ LAYER_COUNTS = (
     "num_decoder_layers",
     "encoder_layers",
     "decoder_layers",
-)  # the keys of a config that count its layers
-# these cannot be 0, an encoder or a decoder may have no layers
+)  # config keys that count layers
+# at least 1; an encoder or a decoder may have no layers
 _COUNTS_OF_A_MODEL = LAYER_COUNTS[:2]
-MOST_ROWS = 1 << 24  # of a batch; also the most pictures, labels and batches
+MOST_ROWS = 1 << 24  # in a batch; also the limit of pictures, labels and batches
 
-# by the names of TRL's own commands
-ONLINE_TRAINERS = ("grpo", "rloo", "gmpo")  # they generate the rows of a step, all at once
+# named as TRL's own commands
+ONLINE_TRAINERS = ("grpo", "rloo", "gmpo")  # they generate all rows of a step at once
 TRL_TRAINERS = ("sft", "dpo", "kto", "reward", *ONLINE_TRAINERS, "orpo", "cpo", "tpo")
 
-RESIDENT_LAYERS = 2  # of a streamed base: one computes, the next comes
-MOST_CARDS = 16  # of one process
-GPUS_PER_NODE = 8  # if no number is given
+RESIDENT_LAYERS = 2  # of a streamed base: one computes while the next arrives
+MOST_CARDS = 16  # in one process
+GPUS_PER_NODE = 8  # the default
 
-# The first step makes the optimizer's states, and the second has them. Only in the third do blocks
-# lie where an equal step has left them: reserved memory grows until then.
+# The first step creates the optimizer states, and the second is the first to start with them. Only
+# in the third do blocks lie as an equal step left them: until then reserved memory grows.
 OPTIMIZER_STEPS = 3
 
 
@@ -48,49 +48,50 @@ class ConfigSource:
     """Describes a run by the config of its model and the lengths of its data."""
 
     config: Mapping[str, object]  # the content of a config.json
-    # flags; or the class of TrainingArguments and its fields, pickled
+    # flags, or the pickled class and fields of TrainingArguments
     arguments: tuple[str, ...] | bytes
     sequence_length: int = DEFAULT_SEQUENCE_LENGTH
-    has_length: bool = False  # whether the user has given that length
+    has_length: bool = False  # whether the user gave that length
     target_length: int | None = None  # tokens of an encoder-decoder's labels; None: as the rows
-    dtype: str | None = None  # of the loaded weights; None is what `from_pretrained` chooses
+    dtype: str | None = None  # of the loaded weights; None: chosen by `from_pretrained`
     peft: Mapping[str, object] | None = None  # the content of an adapter_config.json
     # as given to `from_pretrained`; None: the config's
     quantisation: Mapping[str, object] | None = None
     prepares_kbit: bool = True  # whether `prepare_model_for_kbit_training` gets a quantised model
     num_evaluation_batches: int = DEFAULT_EVALUATION_BATCHES
     has_metrics: bool = False  # a `compute_metrics`, for which all outputs are kept
-    num_labels: int | None = None  # the classes of a classifier; None uses the number in the config
-    trainer: str | None = None  # one of `TRL_TRAINERS`; None is transformers' own
-    images_per_row: int | None = None  # for a vision-language model; None is one
+    num_labels: int | None = None  # classes of a classifier; None: as in the config
+    trainer: str | None = None  # one of `TRL_TRAINERS`; None: transformers' own
+    images_per_row: int | None = None  # for a vision-language model; None: one
     # height and width; None: as the config says, or a guess
     image_size: tuple[int, int] | None = None
-    sound_seconds: float | None = None  # of each row, for a model that takes samples
+    sound_seconds: float | None = None  # audio in each row, for a model that takes samples
 
     @property
     def asks_for_pictures(self) -> bool:
-        """Return whether the number or the size of pictures is given."""
+        """Return whether the user gave the number or the size of pictures."""
         return self.images_per_row is not None or self.image_size is not None
 
     @property
     def kbit_checkpoints(self) -> bool:
         """Return whether PEFT switches checkpointing on while it prepares a quantised base.
 
-        It does by default, whatever the TrainingArguments say: a flag that the user typed counts.
+        By default it does, regardless of the TrainingArguments; a flag that the user typed
+        overrides it.
         """
         return str(self.find_flag("gradient_checkpointing")).lower() not in ("false", "0", "no")
 
     @property
     def deepspeed(self) -> object:
-        """Return what the arguments say of DeepSpeed: a path, a text, a mapping; None: nothing."""
+        """Return the arguments' DeepSpeed setting: path, text or mapping; None if there is none."""
         if isinstance(self.arguments, tuple):
             return self.find_flag("deepspeed")
         return pickle.loads(self.arguments)[1].get("deepspeed")
 
     def find_flag(self, name: str) -> str | None:
-        """Return the text of a flag of TrainingArguments; None if it is not on the command line."""
+        """Return the text of a TrainingArguments flag; None if it is not on the command line."""
         flags = self.arguments if isinstance(self.arguments, tuple) else ()
-        found = None  # of a flag given twice, the last one counts
+        found = None  # If a flag is given twice, the last one counts.
         for flag, following in pairwise((*flags, "")):
             spelt, equals, value = flag.partition("=")
             if spelt.startswith("--") and spelt[2:].replace("-", "_") == name:
@@ -135,7 +136,7 @@ class ConfigSource:
 
 
 def _check_layers(config: Mapping[str, object], inside: str = "") -> None:
-    """Refuse an implausible number of layers, of a model or of a part of it."""
+    """Refuse an implausible number of layers in a model or in a part of it."""
     for name, value in config.items():
         if isinstance(value, Mapping):
             _check_layers(value, f"{inside}{name}.")
@@ -150,11 +151,11 @@ def _check_layers(config: Mapping[str, object], inside: str = "") -> None:
 
 
 class Replaced(NamedTuple):
-    """Names a function, a method or a class, and what replaces it."""
+    """Names a function, a method or a class, and its replacement."""
 
     module: str
     path: str  # `name`, or `Class.name`
-    instead: tuple[str, str]  # the module and the qualified name of what is there now
+    instead: tuple[str, str]  # the module and the qualified name of the replacement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,9 +167,9 @@ class TrainerSource:
     evaluation_batch: bytes | None = None
     num_evaluation_batches: int = 0
     left_out: tuple[str, ...] = ()  # attributes of the Trainer that cannot be pickled
-    unread: tuple[str, ...] = ()  # which rows of its data sets were not read, in words
+    unread: tuple[str, ...] = ()  # rows of its data sets that were not read, in words
     device_map: Mapping[str, int] = field(default_factory=dict)  # the card of each part
-    replaced: tuple[Replaced, ...] = ()  # what Liger had replaced before the Trainer was made
+    replaced: tuple[Replaced, ...] = ()  # patches of Liger, made before the Trainer was built
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,19 +177,19 @@ class PlanRequest:
     """Describes one run whose memory is to be predicted."""
 
     source: ConfigSource | TrainerSource
-    card: Card | None = None  # None asks only what the run needs
+    card: Card | None = None  # None: predict the memory only, not whether it fits
     host: HostLimits = field(default_factory=HostLimits)  # the main memory of a machine
     allocator: str = ""  # the allocator settings, as in PYTORCH_ALLOC_CONF
-    num_gpus: int = 1  # how many cards train together; 0 takes the number from the launch file
-    num_nodes: int = 0  # machines with the same number of cards each; 0 if unknown
+    num_gpus: int = 1  # cards that train together; 0: as in the launch file
+    num_nodes: int = 0  # machines with equal numbers of cards; 0 if unknown
     environment: Mapping[str, str] = field(default_factory=dict)  # exported for accelerate
-    # the config with which the process of a Trainer was launched, with each "auto" as it is
+    # the config of the Trainer's own launch, with each "auto" left as it is
     deepspeed: dict[str, object] | None = None
     launch_file: str | None = None  # the path of accelerate's config file
     has_padding: bool | None = None  # of batches; None: if they have more than one row
-    proposes: bool = False  # whether to look for what would fit, if the run does not
-    resident_layers: int | None = None  # of a streamed base, on the card
-    streams_embeddings: bool = False  # whether embeddings and head are streamed with it
+    proposes: bool = False  # whether to search for changes that fit, if the run does not
+    resident_layers: int | None = None  # of a streamed base, kept on the card
+    streams_embeddings: bool = False  # whether embeddings and head are streamed too
 
     @property
     def gpus_per_node(self) -> int:
@@ -197,25 +198,25 @@ class PlanRequest:
 
     @property
     def uses_deepspeed(self) -> bool:
-        """Return whether the arguments, or what has launched them, ask for DeepSpeed."""
+        """Return whether the arguments or the launcher ask for DeepSpeed."""
         of_arguments = isinstance(self.source, ConfigSource) and self.source.deepspeed
         is_exported = self.environment.get("ACCELERATE_USE_DEEPSPEED") == "true"
         return self.deepspeed is not None or is_exported or bool(of_arguments)
 
     @property
     def is_launched(self) -> bool:
-        """Return whether a launcher's settings have to be read: a file, or what it exported."""
+        """Return whether to read a launcher's settings: a file, or exported variables."""
         return self.launch_file is not None or bool(self.environment)
 
 
 def default_length(trainer: str | None) -> int:
-    """Return the tokens of a row if none are given: the most that TRL leaves of it by default."""
+    """Return the default tokens of a row: TRL's own limit if it cuts rows, else 2048."""
     cuts = trainer is not None and trainer not in ONLINE_TRAINERS
     return TRL_LENGTH if cuts else DEFAULT_SEQUENCE_LENGTH
 
 
 def fill_in_nodes(request: PlanRequest) -> PlanRequest:
-    """Fill in the number of cards and of nodes, where they are unknown."""
+    """Fill in the number of cards and of nodes if unknown."""
     num_gpus = max(1, request.num_gpus)
     num_nodes = request.num_nodes or nodes_of(num_gpus)
     return replace(request, num_gpus=num_gpus, num_nodes=num_nodes)
@@ -227,8 +228,8 @@ def nodes_of(num_gpus: int, most_in_each: int = GPUS_PER_NODE) -> int:
 
 
 def fields_of(args: Any) -> dict[str, Any]:
-    """Return the fields that are needed to make a dataclass of arguments again."""
+    """Return the fields from which a dataclass of arguments can be rebuilt."""
     given = {each.name: getattr(args, each.name) for each in fields(args) if each.init}
-    if given.get("steps_per_generation"):  # TRL takes one of the two, and has made the other
+    if given.get("steps_per_generation"):  # TRL accepts only one of the two, and derives the other.
         given.pop("generation_batch_size", None)
     return given

@@ -1,4 +1,4 @@
-"""Know how far plans were from measured runs, and with which versions the planner was tested."""
+"""Keep the measured errors of plans, and the versions with which the planner was tested."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -10,26 +10,26 @@ TRIED: Mapping[str, tuple[str, ...]] = {
     "torch": ("2.9", "2.13"),
     "transformers": ("4.57", "5.23"),
     "peft": ("0.17", "0.21"),
-}  # the minor versions that pass the tests; docs/plan.md names them, CI installs them
+}  # minor versions that pass the tests; docs/plan.md names them, CI installs them
 
 KNOWN_ERROR_OF_RESERVED = 0.044  # the largest difference from a published figure, as a fraction
 
-# how much more QLoRA reserved, at worst, as a fraction of the plan
+# the largest excess of QLoRA over its planned reserved memory, as a fraction of the plan
 KNOWN_ERROR_IF_QUANTISED = 0.144
 
 
 def is_safe(plan: MemoryPlan) -> bool:
-    """Return whether the card holds the run, even if the plan is as far off as any was."""
+    """Return whether the run fits even with the largest known error of a plan."""
     return (plan.margin_bytes or 0) >= error_bytes(plan)
 
 
 def error_bytes(plan: MemoryPlan) -> int:
-    """Return how far off a plan may be; its context is as uncertain as the rest."""
+    """Return the largest likely error of a plan; its context is as uncertain as the rest."""
     return margin_bytes(plan.needed_bytes, "quantised" in plan.planned)
 
 
 def margin_bytes(reserved_bytes: int, is_quantised: bool = False) -> int:
-    """Return how much must be left free next to this much reserved memory."""
+    """Return the margin to leave free beside this much reserved memory."""
     error = KNOWN_ERROR_IF_QUANTISED if is_quantised else KNOWN_ERROR_OF_RESERVED
     return int(reserved_bytes * error)
 
@@ -48,13 +48,13 @@ def read_versions() -> dict[str, str]:
 def is_transformers_4() -> bool:
     """Return whether transformers 4 is installed.
 
-    5 loads in the dtype of the config, maps the files, and lets every weight train.
+    Version 5 loads in the config's dtype, maps the files, and lets every weight train.
     """
     return version("transformers").startswith("4.")
 
 
 def describe_error(is_quantised: bool = False) -> str:
-    """Say how far plans were from published figures."""
+    """Describe the difference between plans and published figures."""
     if is_quantised:
         rows = "allocated within 1.1 % of 41 published runs of QLoRA, reserved -12.6 to +15.3 %"
     else:
@@ -63,7 +63,7 @@ def describe_error(is_quantised: bool = False) -> str:
 
 
 def name_untried(versions: Mapping[str, str]) -> list[str]:
-    """Name the packages whose version the planner was not tested with, each in a line.
+    """Name the packages whose version the planner was not tested with, one per line.
 
     >>> name_untried({"torch": "2.13.0+cpu", "transformers": "5.24.1"})
     ['the planner was not tested with transformers 5.24.1, only with 4.57 and 5.23']

@@ -1,4 +1,4 @@
-"""Gives one Trainer, or every Trainer that this process builds, the callbacks of a preset."""
+"""Adds the callbacks of a preset to one Trainer, or to every Trainer that this process builds."""
 
 import atexit
 import functools
@@ -26,22 +26,24 @@ from trainer_plugins.plug_in.reported import TRAINER, report
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback
 
-# The callbacks that `insert` gave to Trainers, by id: a callback need not be hashable.
+# The callbacks that `insert` added to Trainers, by id: a callback need not be hashable.
 _inserted: "dict[int, ref[TrainerCallback]]" = {}
 
 
 def protect(
     trainer: "Trainer", preset: str = DEFAULT_PRESET, **options: Option
 ) -> "list[TrainerCallback]":
-    """Give one Trainer those callbacks of a preset whose class it does not have yet.
+    """Add to one Trainer those callbacks of a preset whose class it does not have yet.
 
-    A second call is harmless. The callbacks come after the Trainer's own flow and before its
-    trackers (`report_to`), so that trackers see what they add to the logs. They get `on_init_end`
-    when they are added.
+        protect(trainer, "survive", warn_fraction=0.8)
+
+    You can call it twice without harm. The callbacks go behind the Trainer's own flow callback and
+    before its trackers (`report_to`), so that trackers see what they add to the logs. They get
+    `on_init_end` when they are added.
 
     Args:
         trainer: any `transformers.Trainer`, before it trains.
-        preset: which callbacks, see `trainer_plugins.presets`.
+        preset: the name of a preset, see `trainer_plugins.presets`.
         **options: the fields of `MemoryArguments` without `memory_`, such as `warn_fraction=0.8`.
 
     Returns:
@@ -81,13 +83,13 @@ def insert(trainer: "Trainer", callbacks: "Iterable[TrainerCallback]") -> "list[
 
 
 def was_inserted(callback: "TrainerCallback") -> bool:
-    """Return whether `insert` added this callback, not the user."""
+    """Return whether `insert` added this callback, rather than the user."""
     known = _inserted.get(id(callback))
     return known is not None and known() is callback
 
 
 def _same_kind(one: "type[TrainerCallback]", other: "type[TrainerCallback]") -> bool:
-    """Return whether one class is the other's kind: two watchdogs would each see half the peaks."""
+    """Return whether one class derives from the other: two watchdogs would see half the peaks."""
     from transformers import TrainerCallback
 
     is_kind = issubclass(one, other) or issubclass(other, one)
@@ -113,31 +115,32 @@ _wrappers: dict[str, Callable[..., object]] = {}
 
 
 def attach(preset: str = DEFAULT_PRESET, **options: Option) -> None:
-    """Give every Trainer that is built from now on the callbacks of a preset, as `protect` does.
+    """Add the callbacks of a preset to every Trainer built from now on, as `protect` does.
 
-    Each Trainer gets fresh callbacks. If the user passes a callback of the same class, it is kept
-    instead of ours. Attaching again replaces the preset and the options; existing Trainers stay as
-    they are. Neither torch nor transformers is imported: if `transformers.trainer` is not imported
-    yet, this waits for it.
+        attach("survive", warn_fraction=0.8)
+
+    Each Trainer gets fresh callbacks. If you pass a callback of the same class yourself, yours is
+    kept instead of ours. Attaching again replaces the preset and the options; existing Trainers
+    stay as they are. This imports neither torch nor transformers: if `transformers.trainer` is not
+    imported yet, it waits for that.
 
     Args:
-        preset: which callbacks, see `trainer_plugins.presets`.
+        preset: the name of a preset, see `trainer_plugins.presets`.
         **options: the fields of `MemoryArguments` without `memory_`, such as `warn_fraction=0.8`.
 
     Raises:
-        ValueError: an unknown preset or option, a bad value, or transformers is too old. Nothing is
-            changed then.
+        ValueError: an unknown preset or option, a bad value, or an old transformers. No change.
     """
     _attach(functools.partial(callbacks_from_args, memory_arguments(preset, **options)))
 
 
 def is_attached() -> bool:
-    """Return whether something is attached."""
+    """Return whether anything is attached."""
     return _state.make is not None
 
 
 def detach() -> None:
-    """Add nothing to later Trainers, and restore `Trainer.__init__`.
+    """Stop adding callbacks to new Trainers, and restore `Trainer.__init__`.
 
     If other code has wrapped it since, our wrapper stays, and does nothing.
     """
@@ -151,10 +154,10 @@ def detach() -> None:
 
 @contextmanager
 def attached(preset: str = DEFAULT_PRESET, **options: Option) -> Iterator[None]:
-    """Call `attach` for the length of a `with` block, then restore what was attached before.
+    """Call `attach` for the length of a `with` block, then restore the previous attachment.
 
     Raises:
-        ValueError: as `attach` does.
+        ValueError: as for `attach`.
     """
     make = functools.partial(callbacks_from_args, memory_arguments(preset, **options))
     with attached_callbacks(make):
@@ -163,7 +166,7 @@ def attached(preset: str = DEFAULT_PRESET, **options: Option) -> Iterator[None]:
 
 @contextmanager
 def attached_callbacks(make: "Callable[[], list[TrainerCallback]]") -> Iterator[None]:
-    """Attach the caller's callbacks for a `with` block: each Trainer gets those of `make()`."""
+    """Attach callbacks for a `with` block: each Trainer gets the result of calling `make()`."""
     before = _state.make
     _attach(make)
     try:
@@ -176,7 +179,7 @@ def attached_callbacks(make: "Callable[[], list[TrainerCallback]]") -> Iterator[
 
 
 def say_at_exit() -> None:
-    """Write to stderr when this process ends, if it built no Trainer."""
+    """Report on stderr when this process ends, if it built no Trainer."""
     if _state.says_at_exit:
         return
     _state.says_at_exit = True
@@ -185,7 +188,7 @@ def say_at_exit() -> None:
     def say() -> None:
         if _state.num_built or os.getpid() != pid:  # a fork inherits this function
             return
-        if hasattr(sys, "last_type"):  # it died before: its own traceback says why
+        if hasattr(sys, "last_type"):  # it died before: its own traceback explains why
             return
         processes = sys.modules.get("multiprocessing.process")
         if processes is not None and processes.parent_process() is not None:
@@ -247,7 +250,7 @@ def _around_add_callback(add: Callable[..., None]) -> Callable[..., None]:
         if _state.make is not None and not getattr(self, "is_in_train", False):
             kind = callback if isinstance(callback, type) else type(callback)
             present = self.callback_handler.callbacks
-            # Ours gives way to one of the user's.
+            # Ours gives way to the user's.
             present[:] = [
                 each
                 for each in present

@@ -1,4 +1,4 @@
-"""Gives a training the arguments that `trainer-plugins exec --fit` has chosen."""
+"""Applies the arguments that `trainer-plugins exec --fit` chose to a training."""
 
 import functools
 import json
@@ -11,11 +11,11 @@ from typing import Any
 from trainer_plugins.checkpointing import is_asked
 from trainer_plugins.patched import Patches
 
-VARIABLE = "TRAINER_PLUGINS_ARGUMENTS"  # holds what was planned, and what is to be another value
+VARIABLE = "TRAINER_PLUGINS_ARGUMENTS"  # holds the planned values, and the changed ones
 
 
 def change_arguments() -> None:
-    """Let TrainingArguments be made with the chosen values, if they are those of the plan."""
+    """Make TrainingArguments use the chosen values, if they match those that were planned."""
     from transformers.training_args import TrainingArguments
 
     asked = json.loads(os.environ[VARIABLE])
@@ -35,10 +35,10 @@ def change_arguments() -> None:
 
 
 def give_adapters() -> None:
-    """Let a Trainer whose arguments have been given a `peft_config` train that adapter.
+    """Make a Trainer whose arguments were given a `peft_config` train that adapter.
 
-    A Trainer that takes `peft_config`, as TRL's do, gets it: DPO needs no second model then. Others
-    get their model with the adapter in it. A model that has one stays as it is.
+    A Trainer that takes `peft_config`, as TRL's do, receives it: DPO then needs no second model.
+    Others receive their model with the adapter in it. A model that already has one stays as it is.
     """
     from transformers.trainer import Trainer
 
@@ -76,7 +76,7 @@ def _adapt_init(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def _config(asked: dict[str, Any], given: dict[str, Any]) -> Any:
-    """Make the config of the adapter; its task says which head is trained whole."""
+    """Build the config of the adapter; its task determines which head is trained in full."""
     import peft
 
     kind = type(given["model"]).__name__ + type(given["self"]).__name__

@@ -1,4 +1,4 @@
-"""Makes options of the fields of dataclasses, and parses them in front of another command."""
+"""Turns fields of dataclasses into options, and parses them in front of another command."""
 
 import inspect
 import os
@@ -21,7 +21,7 @@ EXIT_USAGE = 2
 # Typer contains a copy of click, or imports it, depending on its version.
 USAGE_ERROR: Any = typer.BadParameter.__base__
 
-# The settings of a command that has another one behind its options.
+# Settings for a command that takes another command after its options.
 BEFORE_A_COMMAND: dict[str, Any] = {
     "allow_interspersed_args": False,
     "help_option_names": ["-h", "--help"],
@@ -32,7 +32,7 @@ PRESETS_IN_WORDS = "\n\n".join(f"{preset.name}: {preset.summary}." for preset in
 
 
 def assign_variables(words: Sequence[str]) -> list[str]:
-    """Set the variables that a pasted command begins with, as a shell would; return the rest."""
+    """Set the variables at the start of a pasted command, as a shell would; return the rest."""
     rest = [*words]
     while rest and re.match(r"[A-Za-z_]\w*=", rest[0]):
         name, _, value = rest.pop(0).partition("=")
@@ -44,7 +44,7 @@ class Command(TyperCommand):
     """Wraps its help between words, and lists --help in its last panel."""
 
     def __init__(self, *args: Any, help: str | None = None, **settings: Any) -> None:
-        # Typer would break a line wherever the source does, and again at the end of the terminal.
+        # Typer would break lines where the source does, and again at the end of the terminal.
         text = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(help or ""))
         super().__init__(*args, help=text, **settings)
 
@@ -80,7 +80,7 @@ class CommandInFront(Command):
 
     @staticmethod
     def select_given(params: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the options that differ from their defaults, as `attach` takes them."""
+        """Return the options that differ from their defaults, in the form that `attach` takes."""
         return {
             option.name.removeprefix(PREFIX): params[option.name]
             for option in fields(MemoryArguments)
@@ -91,11 +91,11 @@ class CommandInFront(Command):
 def take_options(
     first: str = "", shown: Container[str] | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Let a command take dataclasses: each field with metadata is an option.
+    """Make a command take dataclasses: each field with metadata is an option.
 
     Args:
-        first: the panel with which the help begins.
-        shown: the fields that the help lists; None: all.
+        first: the first panel of the help.
+        shown: the fields to list in the help; None: all.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -120,7 +120,7 @@ def take_options(
 
 
 def _option(each: "Field[Any]", shown: Container[str] | None) -> Parameter:
-    """Make a typer option of a field; a text where Python could give an object of any type."""
+    """Make a typer option of a field; text if Python would accept an object of any type."""
     about, words = each.metadata, each.metadata["help"]
     if "panel" in about:
         panel, metavar = about["panel"], about["metavar"]
@@ -144,7 +144,7 @@ def _option(each: "Field[Any]", shown: Container[str] | None) -> Parameter:
 
 
 def _value_of(parameter: Parameter, given: Mapping[str, Any]) -> Any:
-    """Return the value of an option, or the dataclass that holds the values of several."""
+    """Return the value of an option, or a dataclass of the values of several."""
     if not is_dataclass(parameter.annotation):
         return given[parameter.name]
     make: Any = parameter.annotation

@@ -19,13 +19,13 @@ from trainer_plugins.presets import (
 if TYPE_CHECKING:
     from transformers import TrainerCallback
 
-Option = bool | int | float | str | os.PathLike[str] | None  # the value of one
+Option = bool | int | float | str | os.PathLike[str] | None  # the value of an option
 DEFAULT_PRESET = "memory_safe"
 PREFIX = "memory_"
 
 
 # The callback that takes each option, and its parameter. Not in the metadata of the fields, because
-# HfArgumentParser passes those to argparse.
+# HfArgumentParser passes that to argparse.
 _TARGETS = {
     "memory_every_steps": (WATCHDOG, "every_steps"),
     "memory_warn_fraction": (WATCHDOG, "warn_fraction"),
@@ -58,7 +58,7 @@ def _option(default: Option, help_text: str) -> Any:
 
 @dataclass
 class MemoryArguments:
-    """Holds the options, for HfArgumentParser((TrainingArguments, MemoryArguments)) or TrlParser.
+    """The options, for HfArgumentParser((TrainingArguments, MemoryArguments)) or TrlParser.
 
     It is not frozen, so that your own dataclass of arguments can inherit from it.
 
@@ -126,7 +126,7 @@ class MemoryArguments:
         if isinstance(self.memory_prometheus_dir, os.PathLike):
             self.memory_prometheus_dir = os.fspath(self.memory_prometheus_dir)
         self._check_types()
-        # Not only in the callbacks: nothing has begun yet, and torch is not imported.
+        # Not only in the callbacks: nothing has started yet, and torch is not imported.
         for name in ("memory_every_steps", "memory_release_every_steps"):
             if (value := getattr(self, name)) < 1:
                 raise ValueError(f"{name} is a number of optimizer steps, 1 or more, got {value}")
@@ -146,13 +146,13 @@ class MemoryArguments:
             raise ValueError(f"{name} is a fraction of the card, 0 to 1, got {got}")
 
     def _check_types(self) -> None:
-        """Refuse values of another type, and options for callbacks that the preset lacks."""
+        """Reject values of another type, and options for callbacks that the preset lacks."""
         callbacks = (*preset(self.memory_preset).callbacks, STREAM)  # StreamBase is always possible
         for option in fields(MemoryArguments):
             value, kind = getattr(self, option.name), kind_of(option)
             if value == option.default and type(value) is type(option.default):
                 continue
-            # A whole number is a float too, and a bool is no number.
+            # An int is accepted as a float, and a bool is not a number.
             if type(value) is not kind and not (kind is float and type(value) is int):
                 wanted = f"a value of type {kind.__name__}"
                 raise ValueError(f"{option.name} takes {wanted}, got {value!r}")
@@ -163,7 +163,7 @@ class MemoryArguments:
 
 
 def memory_arguments(preset: str = DEFAULT_PRESET, **options: Option) -> MemoryArguments:
-    """Build the arguments of `attach` and `protect`, or raise ValueError with the nearest name."""
+    """Build the arguments of `attach` and `protect`. Raises ValueError with the nearest name."""
     known = [name.removeprefix(PREFIX) for name in _TARGETS]
     for name in options:
         if name not in known:
@@ -174,7 +174,10 @@ def memory_arguments(preset: str = DEFAULT_PRESET, **options: Option) -> MemoryA
 
 
 def callbacks_from_args(args: MemoryArguments) -> "list[TrainerCallback]":
-    """Make fresh callbacks: `Trainer(..., callbacks=callbacks_from_args(memory_args))`.
+    """Build new callbacks: `Trainer(..., callbacks=callbacks_from_args(memory_args))`.
+
+    >>> [type(one).__name__ for one in callbacks_from_args(MemoryArguments("observe"))]
+    ['StrategyInForce', 'Preflight', 'MemoryWatchdog', 'OOMReporter']
 
     Raises:
         ValueError: the preset names a class that cannot be imported.

@@ -9,9 +9,9 @@ from tempfile import TemporaryDirectory, gettempdir
 from trainer_plugins.compiled import cache_folder
 
 VARIABLE = "TRAINER_PLUGINS_EXEC"
-"""The environment variable with the folder for the marks of one `exec`."""
+"""Environment variable with the folder for the marks of one `exec`."""
 
-IMPORTED, TRAINER = "imported", "trainer"  # how far a program has come: marks
+IMPORTED, TRAINER = "imported", "trainer"  # marks: how far a program got
 
 _LOST = (
     "Either the program builds no Trainer (a custom training loop takes no callbacks), or its"
@@ -26,7 +26,7 @@ _NOT_BUILT = (
 
 
 def report(mark: str) -> None:
-    """Tell the `exec` above, if there is one, that a program imported, or protects, the Trainer."""
+    """Report to the enclosing `exec`, if any, that a program imported, or protects, the Trainer."""
     if folder := os.environ.get(VARIABLE):
         with suppress(OSError):  # the folder is another machine's, or its `exec` is gone
             Path(folder, mark).touch()
@@ -34,11 +34,11 @@ def report(mark: str) -> None:
 
 @contextmanager
 def folder_for_marks() -> Iterator[str]:
-    """Make the folder of one `exec`, empty if there is no room; it speaks for one around it too."""
+    """Create the folder of one `exec` (empty if there is no room), and report to an outer one."""
     report(TRAINER)
     with ExitStack() as stack:
         folder = ""
-        # First where machines of a cluster meet, and where nothing is deleted after some days.
+        # First a place that machines of a cluster share, and that is not cleaned after some days.
         places: tuple[Callable[[], Path], ...] = (
             lambda: cache_folder() / "exec",
             lambda: Path(gettempdir()),
@@ -54,7 +54,7 @@ def folder_for_marks() -> Iterator[str]:
 
 
 def describe_lack(folder: str) -> str:
-    """Say that no Trainer had callbacks, and why that may be; empty if one had."""
+    """Report that no Trainer had callbacks, and possible reasons; empty if one had."""
     marks = Path(folder)
     if not folder or (marks / TRAINER).exists():
         return ""

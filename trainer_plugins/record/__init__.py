@@ -1,1 +1,1 @@
-"""Writes a run's timeline, thins it, reads it again and exports it."""
+"""Writes a run's timeline, thins it, reads it back and exports it."""

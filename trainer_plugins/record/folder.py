@@ -1,4 +1,4 @@
-"""Our folder in a run's output_dir, and dataclasses read from its JSON: each value is checked."""
+"""Our folder in a run's output_dir, and dataclasses read from its JSON with every value checked."""
 
 import errno
 import json
@@ -19,8 +19,8 @@ from typing import Any, BinaryIO, Literal, TypeVar, get_args, get_origin
 
 T = TypeVar("T")
 
-NAME = "_trainer_plugins"  # `Trainer.push_to_hub` leaves out what begins with `_`
-DRY = "TRAINER_PLUGINS_DRYCUDA"  # in a dry run the environment has its folder
+NAME = "_trainer_plugins"  # `Trainer.push_to_hub` skips names that begin with `_`
+DRY = "TRAINER_PLUGINS_DRYCUDA"  # in a dry run, the environment variable with its folder
 _LONGEST_BYTES = 16 << 20
 
 # A FIFO would block until another process opens its other end, and a terminal would become our
@@ -29,28 +29,28 @@ _DO_NOT_WAIT = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
 
 
 def place_to_write(folder: Path) -> Path:
-    """Return the folder itself, or in a dry run one of its own: a plan leaves the user's alone."""
+    """Return the folder itself, or in a dry run a separate one: a plan leaves the user's alone."""
     dry = os.environ.get(DRY)
     return Path(dry, "output", folder.name) if dry else folder
 
 
 def folder_of_run(output_dir: Path) -> Path:
-    """Return the folder in which we keep what we write about the runs of an output_dir."""
+    """Return the folder for everything we write about the runs of an output_dir."""
     return place_to_write(output_dir) / NAME
 
 
 def output_dir_of(folder: Path) -> Path:
-    """Return the output_dir of our folder; another folder may hold copies, and stands for both."""
+    """Return the output_dir of our folder; any other folder, such as a copy, stands for both."""
     return folder.parent if folder.name == NAME else folder
 
 
 def places_of_run(output_dir: Path) -> tuple[Path, Path]:
-    """Return where to read: our folder in an output_dir, and the folder itself if it is ours."""
+    """Return the folders to read: a folder itself, in case it is ours, and our folder inside it."""
     return output_dir, folder_of_run(output_dir)
 
 
 def write_new(output_dir: Path, stem: str, value: object) -> Path:
-    """Write a value to the first free one of `<stem>.json`, `<stem>-2.json`, ..., or nothing."""
+    """Write a value to the first unused of `<stem>.json`, `<stem>-2.json`, ..., or not at all."""
     text = json.dumps(value, indent=1, default=str)
     folder = folder_of_run(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
@@ -72,14 +72,14 @@ def write_new(output_dir: Path, stem: str, value: object) -> Path:
 
 
 def read_all(output_dir: Path, stem: str, kind: type[T]) -> list[T]:
-    """Read what `write_new` wrote under a stem (a regular expression), without damaged files."""
+    """Read files of `write_new` by their stem (a regular expression), skipping damaged ones."""
     paths = [path for place in places_of_run(output_dir) for path in sorted(place.glob("*.json"))]
     ours = [path for path in paths if re.fullmatch(rf"(?:{stem})(?:-[0-9]+)?\.json", path.name)]
     return [value for path in ours if (value := read_one(path, kind)) is not None]
 
 
 def read_one(path: Path, kind: type[T]) -> T | None:
-    """Read a value that `write_new` wrote; None if the file is damaged or something else."""
+    """Read a value written by `write_new`; None if the file is damaged or something else."""
     try:
         return from_json(kind, read_json(path))
     except (OSError, ValueError, TypeError):
@@ -87,7 +87,7 @@ def read_one(path: Path, kind: type[T]) -> T | None:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file of at most 16 MiB, or raise OSError, or ValueError for what is none."""
+    """Read a JSON file of at most 16 MiB. Raises OSError, or ValueError if it is not JSON."""
     with BufferedReader(open_regular(path, "r")) as file:
         text = file.read(_LONGEST_BYTES + 1)
     if len(text) > _LONGEST_BYTES:
@@ -111,9 +111,9 @@ def open_regular(path: Path, mode: str) -> FileIO:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Write a draft with a new file's mode, which replaces `path` if the block does not raise."""
+    """Write a draft with a new file's mode; it replaces `path` unless the block raises."""
     draft = path.with_name(f".{path.name}.{token_hex(8)}")
-    # "x" is O_CREAT | O_EXCL: anything that is there already, even a symlink, is an error.
+    # "x" is O_CREAT | O_EXCL: anything that already exists, even a symlink, is an error.
     with open(draft, "xb") as file:
         try:
             yield file
@@ -126,7 +126,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def from_json(kind: Callable[..., T], record: object) -> T:
-    """Construct a dataclass from a record; a wrong value raises TypeError or ValueError."""
+    """Construct a dataclass from a record. Raises TypeError or ValueError for a wrong value."""
     if not isinstance(record, Mapping):
         raise TypeError(f"{kind} is made of a JSON object, got {type(record).__name__}")
     values = {}
@@ -145,8 +145,8 @@ def _types_of(kind: Any) -> tuple[tuple[str, Any], ...]:
 
 
 def _value(value: object, kind: Any) -> object:
-    """Return a JSON value as its field has it: a list as a tuple, an object as a dataclass."""
-    # Python 3.10 takes `tuple[int, ...]` for a type.
+    """Convert a JSON value for its field: a list to a tuple, an object to a dataclass."""
+    # Python 3.10 considers `tuple[int, ...]` a type.
     if get_origin(kind) is not None or not isinstance(kind, type):
         return _compose(value, kind)
     if is_dataclass(kind):

@@ -1,4 +1,4 @@
-"""History: the runs that wrote into one folder, read when they are over or while they go on."""
+"""History: the runs that wrote into one folder, read afterwards or while they continue."""
 
 import re
 from collections import deque
@@ -27,18 +27,18 @@ from trainer_plugins.record.timeline import (
 )
 
 T = TypeVar("T")
-GONE = ".gone"  # of an empty file beside the timeline of a rank whose process ended before others
-_APART_SECONDS = 10.0  # between the ranks of a launch of which each dies before it trains
+GONE = ".gone"  # suffix of an empty file for a rank whose process ended before others
+_APART_SECONDS = 10.0  # between ranks of a launch that each die before training
 Kind = TypeVar("Kind", Sample, Flush, Remark, Beginning, Failure)
 Timelines = Mapping[int, Sequence[Entry]]  # by rank; one or more, each with an entry
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Holds one run: a training with the evaluations around it, or evaluations alone."""
+    """One run: a training with the evaluations around it, or evaluations alone."""
 
     timelines: Timelines
-    is_part: bool = False  # whether ranks were left out on purpose
+    is_part: bool = False  # ranks were left out on purpose
 
     @property
     def steps(self) -> tuple[int, int]:
@@ -54,14 +54,14 @@ class Run:
 
     @property
     def hosts(self) -> dict[int, str]:
-        """Return the name of the machine of each rank, as far as it is known."""
+        """Return the machine name of each rank, where known."""
         began = {rank: entry.host for rank, entry in entries_of(self.timelines, Beginning)}
         failed = {rank: entry.host for rank, entry in entries_of(self.timelines, Failure)}
         return {rank: host for rank, host in {**failed, **began}.items() if host}
 
     @property
     def jobs(self) -> list[str]:
-        """Return the scheduler's jobs that the run belongs to; a resumed one may have several."""
+        """Return the scheduler's jobs of the run; a resumed run may have several."""
         return [*dict.fromkeys(e.job for _, e in entries_of(self.timelines, Beginning) if e.job)]
 
     @property
@@ -72,7 +72,7 @@ class Run:
         return sorted({*range(world_size)} - {*self.timelines})
 
     @property
-    def silent_ranks(self) -> list[int]:  # they noted neither an end of training nor an error
+    def silent_ranks(self) -> list[int]:  # they recorded neither the end of training nor an error
         lines = sorted(self.timelines.items())
         return [rank for rank, each in lines if not has_end(each) and not has_failed(each)]
 
@@ -82,15 +82,15 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """Holds all runs that wrote into a folder."""
+    """All runs that wrote into a folder."""
 
-    runs: Sequence[Run]  # the runs, oldest first
+    runs: Sequence[Run]  # oldest first
     files: Mapping[int, Path]  # the timeline files, by rank
-    num_passed_over: Mapping[int, int]  # lines that are no entries: cut off, damaged, later
-    cut_off: frozenset[int] = frozenset()  # the ranks whose last entries the disk had no room for
+    num_passed_over: Mapping[int, int]  # unreadable lines: cut off, damaged, later
+    cut_off: frozenset[int] = frozenset()  # ranks whose last entries did not fit on the disk
 
     def select_rank(self, rank: int) -> "History":
-        """Return the history of one rank, or raise ValueError."""
+        """Return the history of one rank. Raises ValueError if it has no file."""
         if rank not in self.files:
             known = ", ".join(map(str, self.files))
             raise ValueError(f"rank {rank} wrote nothing here; ranks with a file: {known}")
@@ -107,7 +107,7 @@ class History:
 
 
 def ranks_in_words(ranks: Collection[int]) -> str:
-    """Name ranks shortly, however many there are.
+    """Name ranks briefly, however many there are.
 
     >>> ranks_in_words((0,)), ranks_in_words((0, 1, 2, 3)), ranks_in_words((0, 2, 7))
     ('rank 0', 'ranks 0 to 3', '3 ranks of 0 to 7')
@@ -120,7 +120,7 @@ def ranks_in_words(ranks: Collection[int]) -> str:
 
 
 def missing_in_words(run: Run) -> str:
-    """Say which ranks wrote nothing here, and how to bring them together."""
+    """Report the ranks that wrote nothing here, and how to collect their files."""
     return (
         f"{ranks_in_words(run.missing_ranks)} wrote nothing here. If each machine has an output_dir"
         f" of its own, copy the folder {NAME} of each into one output_dir: no two have a file of"
@@ -137,19 +137,19 @@ def entries_of(timelines: Timelines, kind: type[Kind]) -> Iterator[tuple[int, Ki
 
 
 def has_end(entries: Iterable[Entry]) -> bool:
-    """Return whether a rank noted the end of its training, or never began one."""
+    """Return whether a rank recorded the end of its training, or never began one."""
     moments = {entry.moment for entry in entries if isinstance(entry, Sample)}
     began = any(isinstance(entry, Beginning) for entry in entries)
     return "end" in moments or not (began or moments & {"begin", "train"})
 
 
 def has_failed(entries: Iterable[Entry]) -> bool:
-    """Return whether a rank noted an error."""
+    """Return whether a rank recorded an error."""
     return any(isinstance(entry, Failure) for entry in entries)
 
 
 def read_history(run_dir: Path) -> History:
-    """Read the timelines of all ranks of a folder, or raise ValueError if there are none."""
+    """Read the timelines of all ranks of a folder. Raises ValueError if there are none."""
     files = _list_files(run_dir, ".jsonl")
     if not files:
         raise ValueError(
@@ -169,12 +169,12 @@ def read_history(run_dir: Path) -> History:
 
 
 def rank_files(run_dir: Path) -> dict[int, Path]:
-    """Return the timeline files of a folder by rank, in order; our folder's where there are two."""
+    """Return the timeline files of a folder by rank, in order; if there are two, our folder's."""
     return dict(_list_files(run_dir, ".jsonl"))
 
 
 def _list_files(run_dir: Path, suffix: str) -> list[tuple[int, Path]]:
-    """Return all such files by rank, of a folder itself before those in our folder in it."""
+    """Return all such files by rank: those of a folder itself before those of our folder in it."""
     found = (
         (re.fullmatch(r"rank-(0|[1-9][0-9]*)", path.stem), path)
         for place in places_of_run(run_dir)
@@ -184,13 +184,13 @@ def _list_files(run_dir: Path, suffix: str) -> list[tuple[int, Path]]:
 
 
 def first_that_ended(run_dir: Path, since_seconds: float) -> int | None:
-    """Return the rank of which another one noted first that its process had ended, if any did."""
+    """Return the rank whose process ended first, as recorded by another rank; None if none did."""
     found = [(path.stat().st_mtime, rank) for rank, path in _list_files(run_dir, GONE)]
     return min((rank for rank in found if rank[0] >= since_seconds), default=(0, None))[1]
 
 
 class RunSplitter:
-    """Finds where one rank's entries begin a new run: within a run steps never decrease."""
+    """Splits one rank's entries into runs: within a run steps never decrease."""
 
     def __init__(self) -> None:
         self._step = -1
@@ -237,11 +237,11 @@ def join_by_time(runs: Iterable[tuple[int, float, float, T]]) -> list[dict[int, 
     return [dict(sorted(each.items())) for each in joined]
 
 
-NUM_RECENT = 32  # readings of training steps that are kept, as many as it takes to judge a leak
+NUM_RECENT = 32  # readings of training steps to keep, as many as it takes to judge a leak
 
 
 class RankRun:
-    """Holds how far one rank of one run is."""
+    """The progress of one rank in one run."""
 
     def __init__(self, first: Entry) -> None:
         self.began_seconds = first.time_seconds
@@ -271,10 +271,10 @@ class RankRun:
 
 
 class _RankFile:
-    """Reads what is new in the timeline of one rank.
+    """Reads new entries from the timeline of one rank.
 
-    If its last line is not in its place, the file was thinned or created again, and is read again
-    from the start; inode numbers would not show that.
+    If its last line is not where it was, the file was thinned or recreated, and is read again from
+    the start; inode numbers would not show that.
     """
 
     def __init__(self, path: Path) -> None:
@@ -285,7 +285,7 @@ class _RankFile:
         self._last_line = b""
 
     def read_on(self) -> None:
-        """Read the new lines; an incomplete one waits for its other half."""
+        """Read the new lines; an incomplete one waits for the rest."""
         with BufferedReader(open_regular(self.path, "r")) as file:
             file.seek(self._offset - len(self._last_line))
             if file.read(len(self._last_line)) != self._last_line:
@@ -321,7 +321,7 @@ class Follower:
         self._files: dict[int, _RankFile] = {}
 
     def look(self) -> dict[int, RankRun]:
-        """Read what is new, and return how far each rank of the last run is; empty before it."""
+        """Read new entries; return the progress of each rank in the last run, empty before it."""
         self._files = {
             rank: self._files.get(rank) or _RankFile(path)
             for rank, path in rank_files(self.run_dir).items()

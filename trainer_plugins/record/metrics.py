@@ -1,4 +1,4 @@
-"""The memory use between two lines of a run's log, under its names in trackers and Prometheus."""
+"""Memory use between two log lines of a run, named as in trackers and Prometheus."""
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,7 +12,7 @@ from trainer_plugins.units import GIB
 
 logger = logging.getLogger(__name__)
 
-# The names in a file for Prometheus, and what they say; sizes are in bytes there.
+# Names and descriptions in a file for Prometheus; sizes are in bytes there.
 _IN_PROMETHEUS = {
     "memory/peak_gib": ("peak_bytes", "Most that tensors took at once since the last log line."),
     "memory/reserved_gib": ("reserved_bytes", "Held by torch's caching allocator."),
@@ -29,13 +29,13 @@ def metrics_of(
     flushes: Iterable[Flush],
     own_non_torch_bytes: int,
 ) -> dict[str, float]:
-    """Sum up the readings and releases since the previous log line, as trackers show them.
+    """Summarize the readings and releases since the previous log line, as trackers show them.
 
     Args:
-        before: the last reading that the previous line saw.
+        before: the last reading before the previous line.
         readings: the readings since then, one or more.
         flushes: the releases since then.
-        own_non_torch_bytes: what this run took outside torch while it warmed up.
+        own_non_torch_bytes: this run's memory outside torch after warm-up.
     """
     last = readings[-1]
     foreign_bytes = max(0, last.non_torch_bytes - own_non_torch_bytes)
@@ -50,10 +50,10 @@ def metrics_of(
 
 
 class PrometheusFile:
-    """Writes the newest metrics of one rank for node_exporter's textfile collector.
+    """Writes the latest metrics of one rank for node_exporter's textfile collector.
 
     Sums since the previous log line become counters. The file stays after the run: its age shows
-    that it is over (`node_textfile_mtime_seconds`). A failed write is logged once, never raised.
+    that the run is over (`node_textfile_mtime_seconds`). A failed write is only logged, once.
     """
 
     def __init__(self, folder: Path, rank: int, device: str) -> None:
@@ -65,7 +65,7 @@ class PrometheusFile:
         self._warned = False
 
     def write(self, metrics: Mapping[str, float]) -> None:
-        """Write what `metrics_of` has returned."""
+        """Write the result of `metrics_of`."""
         for name in self._sums:
             self._sums[name] += metrics[name]
         try:

@@ -1,4 +1,4 @@
-"""OomRecord: what was known when a rank ran out of memory; `oom-rank0.json`, `oom-rank0-2.json`."""
+"""OomRecord: the facts of a rank's OOM, in `oom-rank0.json`, `oom-rank0-2.json`, and so on."""
 
 import re
 from collections.abc import Mapping
@@ -12,18 +12,18 @@ from trainer_plugins.record.folder import from_json, places_of_run, read_all, re
 from trainer_plugins.record.run_facts import RunFacts
 from trainer_plugins.record.timeline import Sample
 
-_OWN = {"error", "error_class", "rank"}  # no other JSON has these names together
+_OWN = {"error", "error_class", "rank"}  # no other JSON has all of these names
 
-# What the run was doing; `begin` is before the first step, `other` is code without a Trainer.
+# The run's activity; `begin` is before the first step, `other` is code without a Trainer.
 Moment = Literal["train", "eval", "predict", "generate", "save", "resume", "begin", "other"]
-Part = Literal["forward", "backward", "optimizer", ""]  # of a step; empty outside of steps
+Part = Literal["forward", "backward", "optimizer", ""]  # part of a step; empty outside steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """Describes one line of a traceback."""
+    """One line of a traceback."""
 
-    file: str  # the path from the package's folder: `transformers/trainer.py`
+    file: str  # path from the package's folder: `transformers/trainer.py`
     line: int
     function: str
     code: str = ""
@@ -31,7 +31,7 @@ class Frame:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Describes a tensor of the batch."""
+    """A tensor of the batch."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -39,20 +39,20 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """Describes a tensor that neither a model nor its optimizer owns, and what holds it."""
+    """A tensor that neither a model nor its optimizer owns, and its holder."""
 
     num_bytes: int
     shape: tuple[int, ...]
-    holder: str  # the path as in code: `MyCallback.outputs[0] -> DynamicCache.layers[0]`
+    holder: str  # path as in code: `MyCallback.outputs[0] -> DynamicCache.layers[0]`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveModel:
-    """Counts the device memory of one model's parameters."""
+    """The device memory of one model's parameters."""
 
     name: str
     num_bytes: int
-    holder: str = ""  # the path as in code: `a local of train() -> Distilling.teacher`
+    holder: str = ""  # path as in code: `a local of train() -> Distilling.teacher`
 
     @property
     def place(self) -> str:
@@ -62,35 +62,35 @@ class LiveModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alive:
-    """Counts what tensors held on the device when the error arrived; sizes in bytes."""
+    """The memory of live tensors on the device at the time of the error; sizes in bytes."""
 
     category_bytes: Mapping[str, int]  # parameter, buffer, gradient, optimizer, activation, other
-    hidden_bytes: int  # in no tensor that Python sees: what autograd saved for the backward pass
-    module_bytes: Mapping[str, int]  # parameters, gradients and states, the largest first
-    models: tuple[LiveModel, ...]  # the models that are not part of another one, the largest first
+    hidden_bytes: int  # in no tensor visible to Python: saved by autograd for the backward pass
+    module_bytes: Mapping[str, int]  # parameters, gradients and states, largest first
+    models: tuple[LiveModel, ...]  # models that are not part of another one, largest first
     largest: tuple[Held, ...]
     graphs: tuple[Held, ...] = ()  # ends of autograd graphs that no running function holds
 
     @property
     def all_bytes(self) -> dict[str, int]:
-        """Return the categories, with what autograd hides as one more."""
+        """Return the categories, including the memory that autograd hides."""
         return {**self.category_bytes, "saved by autograd": self.hidden_bytes}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Process:
-    """Describes a process on the card, as the driver lists it."""
+    """A process on the card, as the driver lists it."""
 
     pid: int
     used_bytes: int | None
     name: str | None
     is_own: bool
-    is_of_user: bool = False  # whether it belongs to the user of the run, who can then end it
+    is_of_user: bool = False  # it belongs to the user of the run, who can end it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """Holds the last entry of another rank's timeline."""
+    """The last entry of another rank's timeline."""
 
     rank: int
     step: int
@@ -100,7 +100,7 @@ class Peer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """Holds the state of main memory; sizes in bytes."""
+    """The state of main memory; sizes in bytes."""
 
     resident_bytes: int
     total_bytes: int
@@ -108,23 +108,23 @@ class Host:
     num_oom_kills: int
     shm_total_bytes: int
     shm_free_bytes: int
-    worker_bytes: tuple[int, ...] = ()  # what each dataloader worker that is left holds alone
+    worker_bytes: tuple[int, ...] = ()  # unshared memory of each remaining dataloader worker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """Holds what a plan had predicted, for one card; sizes in bytes."""
+    """A plan's prediction for one card; sizes in bytes."""
 
-    source: str  # where it came from: `plan_run`, or a file in the output_dir
+    source: str  # origin: `plan_run`, or a file in the output_dir
     nvidia_smi_peak_bytes: int
-    moment: str  # the moment of the peak
+    moment: str  # moment of the peak
     capacity_bytes: int | None = None
     fits: bool | None = None  # the plan's verdict; None if no card was named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OomRecord:
-    """Holds the facts for an explanation; what could not be read is missing, not guessed."""
+    """The facts for an explanation. Unreadable facts are missing, not guessed."""
 
     version: int = 1
     time_seconds: float
@@ -138,12 +138,12 @@ class OomRecord:
     frames: tuple[Frame, ...]  # outermost first
     batch: Mapping[str, Shape] = field(default_factory=dict)
     reading: MemoryReading | None = None  # after the error: the operation's temporaries are gone
-    readings: tuple[MemoryReading, ...] = ()  # the last readings before it, oldest first
+    readings: tuple[MemoryReading, ...] = ()  # last readings before the error, oldest first
     alive: Alive | None = None
     processes: tuple[Process, ...] | None = None
     peers: tuple[Peer, ...] = ()
     host: Host | None = None
-    snapshot: str = ""  # the file of torch's own snapshot, if one was taken
+    snapshot: str = ""  # file of torch's own snapshot, if there is one
     plan: Planned | None = None
     run: RunFacts
 
@@ -154,7 +154,7 @@ class OomRecord:
 
     @property
     def last_sample(self) -> Sample | None:
-        """Return the reading as the timeline entry that is missing there; None without one."""
+        """Return the reading as a timeline entry (it is missing there); None without a reading."""
         if self.reading is None:
             return None
         return Sample(
@@ -170,20 +170,20 @@ class OomRecord:
 
 
 def refuse_damaged_records(folder: Path) -> None:
-    """Raise ValueError with what is wrong with the first damaged record of a folder."""
+    """Raise ValueError, with the reason, for the first damaged record of a folder."""
     for place in places_of_run(folder):
         for path in sorted(place.glob("oom-rank*.json")):
             open_oom_record(path)
 
 
 def read_oom_records(folder: Path) -> list[OomRecord]:
-    """Read the records of all ranks in a folder, oldest first, without damaged files."""
+    """Read the records of all ranks in a folder, oldest first, skipping damaged files."""
     records = read_all(folder, "oom-rank[0-9]+", OomRecord)
     return sorted(records, key=lambda record: record.time_seconds)
 
 
 def open_oom_record(path: Path) -> OomRecord | None:
-    """Read a record by its path; None if the file is none, ValueError if a value is wrong."""
+    """Read a record by its path; None if the file is not one, ValueError if a value is wrong."""
     try:
         value = read_json(path)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Thins a long timeline file: keeps its newest quarter and half of the readings before it."""
+"""Thins a long timeline file: keeps its newest quarter and half of the earlier readings."""
 
 import json
 import os
@@ -33,8 +33,9 @@ _RELEASE = b'{"kind": "flush"'
 def thin(path: Path) -> int:
     """Rewrite a timeline file with fewer lines, and return its size in bytes.
 
-    Of eight readings of one moment four stay, with the maxima of peak, reserved, used and pressure;
-    releases are added up in pairs; the newest quarter stays. A kill at any moment leaves one file.
+    Of every eight readings of one moment, four stay, including the maxima of peak, reserved, used
+    and pressure. Releases are summed in pairs. The newest quarter stays. A kill at any moment
+    leaves one intact file.
     """
     with BufferedReader(open_regular(path, "r")) as file, replacing(path) as thinned:
         num_old_bytes = os.fstat(file.fileno()).st_size * 3 // 4
@@ -76,7 +77,7 @@ def _thin(lines: Sequence[bytes]) -> Iterator[bytes]:
             else:
                 pending = number
         elif _BEGINNING.match(line):
-            groups.clear()  # readings of two runs are never compared
+            groups.clear()  # never compare readings of two runs
             pending = None
     return (line for line in stay if line is not None)
 
@@ -103,7 +104,7 @@ def _read_compared(match: re.Match[bytes]) -> tuple[int, ...]:
 
 
 def _add(first: bytes, second: bytes) -> bytes | None:
-    """Add up two releases, dated as the second; None if they differ in run or reason."""
+    """Add two releases, dated as the second; None if they differ in run or reason."""
     try:
         one, other = json.loads(first), json.loads(second)
         is_same_kind = all(one.get(name) == other.get(name) for name in ("run", "reason"))

@@ -1,4 +1,4 @@
-"""Timeline: what a run showed and did, in order, as one line of JSON per entry."""
+"""Timeline: the readings and events of a run, in order, as one line of JSON per entry."""
 
 import json
 import logging
@@ -30,14 +30,14 @@ MAX_FILE_BYTES = 8 << 20  # a longer file is thinned to about two thirds
 LONGEST_LINE_BYTES = 1 << 20
 _YEAR_10000_SECONDS = 253_402_300_800
 
-CUT_OFF = ".cut-off"  # of a file beside the timeline: empty, so that a full disk has room for it
+CUT_OFF = ".cut-off"  # suffix of a file beside the timeline, empty so that it fits on a full disk
 
-PROCESS = token_hex(4)  # its name here: two launches may write into one folder at a time
+PROCESS = token_hex(4)  # this process's name here: two launches may write into one folder at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """Holds a reading and when in the run it was taken."""
+    """A reading, and when in the run it was taken."""
 
     step: int  # optimizer steps completed, as `TrainerState.global_step` counts them
     # A `generate` belongs to the moment that follows it; earlier versions' timelines have none.
@@ -45,25 +45,25 @@ class Sample:
     reading: MemoryReading
     time_seconds: float = field(default_factory=time)  # seconds since the Unix epoch
     num_tokens_seen: int = 0  # by `TrainerState`, on all ranks; 0 if it does not count
-    num_readings: int = 1  # itself, neighbours that were thinned, or all of a moment's `generate`
+    num_readings: int = 1  # itself, thinned neighbours, or all of a moment's `generate`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flush:
-    """Records one release of cached memory: what it freed and what it cost."""
+    """One release of cached memory: the bytes it freed and its cost."""
 
     step: int
     reason: str
     released_bytes: int
     stuck_bytes: int  # still cached afterwards, in segments with live tensors
-    seconds: float  # how long training waited for it
+    seconds: float  # time that training waited for it
     time_seconds: float = field(default_factory=time)
-    num_releases: int = 1  # how many releases it sums up
+    num_releases: int = 1  # number of releases summed here
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remark:
-    """Records a finding and its step."""
+    """A finding and its step."""
 
     step: int
     finding: Finding
@@ -72,23 +72,23 @@ class Remark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beginning:
-    """Records that training began or resumed here, and its strategy."""
+    """Training began or resumed here, with this strategy."""
 
     step: int
     strategy: Strategy
     host: str = ""  # the machine's name; empty in earlier versions' timelines
-    job: str = ""  # the scheduler's: `Slurm 4242`; empty without one
+    job: str = ""  # the scheduler's job, such as `Slurm 4242`; empty without one
     time_seconds: float = field(default_factory=time)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """Records that `train()`, `evaluate()` or `predict()` raised an error."""
+    """`train()`, `evaluate()` or `predict()` raised an error."""
 
     step: int
-    words: str  # the class of the error and the first line of its message
-    record: str = ""  # the out-of-memory record's path; empty for other errors
-    num_oom_kills: int = 0  # of the container's processes, for memory, by then
+    words: str  # class of the error and the first line of its message
+    record: str = ""  # path of the out-of-memory record; empty for other errors
+    num_oom_kills: int = 0  # kills of the container's processes for lack of memory, so far
     host: str = ""  # the machine's name
     time_seconds: float = field(default_factory=time)
 
@@ -97,7 +97,7 @@ Entry = Sample | Flush | Remark | Beginning | Failure
 
 
 def to_line(entry: Entry) -> str:
-    """Render an entry as one line of JSON, without the line feed; `run` names the process."""
+    """Format an entry as one line of JSON, without the line feed; `run` names the process."""
     if isinstance(entry, Sample) and entry.num_readings == 1:
         return _to_sample_line(entry)
     record: dict[str, object] = {
@@ -119,7 +119,7 @@ def to_line(entry: Entry) -> str:
 _KINDS: Mapping[str, Callable[..., Entry]] = {
     kind.__name__.lower(): kind for kind in get_args(Entry)
 }
-_PARTS = ("reading", "finding", "strategy")  # whose fields stand in the line itself
+_PARTS = ("reading", "finding", "strategy")  # their fields are in the line itself
 _SIZES = tuple(f.name for f in fields(MemoryReading) if f.name != "device")
 _sizes_of = attrgetter(*_SIZES)
 _SAMPLE_LINE = (
@@ -139,7 +139,7 @@ def _to_sample_line(sample: Sample) -> str:
 
 
 def from_line(line: bytes) -> tuple[str, Entry] | None:
-    """Read a line's process ("" in old files) and entry; None for damage, or a later version's."""
+    """Parse a line's process ("" in old files) and entry; None if damaged or of a later version."""
     try:
         record = json.loads(line.decode())
         entry = from_json(_KINDS[record["kind"]], record | dict.fromkeys(_PARTS, record))
@@ -151,7 +151,7 @@ def from_line(line: bytes) -> tuple[str, Entry] | None:
 
 
 def read_lines(path: Path) -> Iterator[tuple[str, Entry] | None]:
-    """Yield what `from_line` makes of each line of a file; a line over 1 MiB is no entry."""
+    """Yield the result of `from_line` for each line of a file; a line over 1 MiB is no entry."""
     with BufferedReader(open_regular(path, "r")) as file:
         while line := file.readline(LONGEST_LINE_BYTES):
             if len(line) == LONGEST_LINE_BYTES:
@@ -163,7 +163,7 @@ def read_lines(path: Path) -> Iterator[tuple[str, Entry] | None]:
 
 
 def read_timeline(path: Path) -> list[Entry]:
-    """Read a file that a `Timeline` wrote, without lines cut off by a kill or a full disk.
+    """Read a file written by a `Timeline`, skipping lines cut off by a kill or a full disk.
 
     Raises:
         OSError: the file cannot be read, or is not a regular file.
@@ -172,10 +172,10 @@ def read_timeline(path: Path) -> list[Entry]:
 
 
 class Timeline:
-    """Keeps the last `capacity` entries, oldest first; with a `path` also appends each to a file.
+    """Keeps the last `capacity` entries, oldest first; with a `path`, also appends each to a file.
 
-    If a write fails, that is logged once and never raised; entries are written once there is room
-    again. A removed file is created again, one over `MAX_FILE_BYTES` is thinned.
+    A failed write is logged once and never raised; entries are written once there is room again. A
+    removed file is recreated, and one over `MAX_FILE_BYTES` is thinned.
     """
 
     def __init__(self, path: Path | None = None, capacity: int = 10_000) -> None:
@@ -187,12 +187,12 @@ class Timeline:
         self.num_added = 0
         self._entries: deque[Entry] = deque(maxlen=capacity)
         self._unwritten: deque[bytes] = deque(maxlen=capacity)
-        self._num_taken = 0  # bytes of the first unwritten line: a full disk may split one
+        self._num_taken = 0  # bytes written of the first unwritten line: a full disk may split one
         self._home = (0, 0)  # device and inode number of the open file
         self._thin_from_bytes = MAX_FILE_BYTES
         self._logged: set[str] = set()
         self._may_be_cut_off = True  # by an earlier process
-        self.listener: Callable[[Entry], None] | None = None  # gets new entries
+        self.listener: Callable[[Entry], None] | None = None  # receives new entries
 
     def add(self, entry: Entry) -> None:
         self._entries.append(entry)
@@ -212,7 +212,7 @@ class Timeline:
         return list(islice(reversed(self._entries), self.num_added - num_added))[::-1]
 
     def close(self) -> None:
-        """Close the file; a later entry opens it again and appends to it."""
+        """Close the file; a later entry reopens it and appends to it."""
         self._num_taken = 0
         if self._file is not None:
             self._file.close()
@@ -225,7 +225,7 @@ class Timeline:
         return len(self._entries)
 
     def __getstate__(self) -> dict[str, object]:
-        """Return the state without the open file, which a copy opens for itself."""
+        """Return the state without the open file: each copy opens its own."""
         return {
             **self.__dict__,
             "_file": None,
@@ -259,7 +259,7 @@ class Timeline:
             )
 
     def _file_now(self, path: Path) -> FileIO:
-        """Return the file that the path names now: it may have been removed or replaced."""
+        """Return the file at the path now: it may have been removed or replaced."""
         try:
             found = os.stat(path)
         except FileNotFoundError:
@@ -284,7 +284,7 @@ class Timeline:
                 # Half a line, from a killed run or a full disk.
                 if file.read(1) != b"\n":
                     file.write(b"\n")
-            self._file = file  # closes itself when it is deleted, even at the end of Python
+            self._file = file  # closes itself when deleted, even when Python ends
             self._home = (opened.st_dev, opened.st_ino)
         return self._file
 
@@ -314,7 +314,7 @@ _open_timelines: WeakValueDictionary[Path, Timeline] = WeakValueDictionary()
 
 
 def timeline_of_run(output_dir: str, rank: int) -> Timeline:
-    """Return the one timeline of a rank of a run: `memory/rank-<rank>.jsonl` in our folder."""
+    """Return the only timeline of a run's rank: `memory/rank-<rank>.jsonl` in our folder."""
     path = folder_of_run(Path(output_dir).absolute()) / "memory" / f"rank-{rank}.jsonl"
     timeline = _open_timelines.get(path)
     if timeline is None:

@@ -1,4 +1,4 @@
-"""Webhook: posts what people must know about a run to their URL while training goes on."""
+"""Webhook: posts important events of a run to a URL while training continues."""
 
 import html
 import json
@@ -23,7 +23,7 @@ from trainer_plugins.record.timeline import Entry, Failure, Remark, Sample
 logger = logging.getLogger(__name__)
 
 VARIABLE = "TRAINER_PLUGINS_WEBHOOK"
-"""The environment variable with the URL. Anyone who knows the URL can post: it is never shown."""
+"""Environment variable with the URL. Anyone who knows the URL can post, so it is never shown."""
 
 _SURVIVED = ("out-of-memory-survived", "out-of-memory-foreseen", "micro-batches-divided")
 _MOST_WAITING = 16
@@ -35,10 +35,10 @@ _LONGEST_CHARACTERS = 2000
 
 
 class Webhook:
-    """Posts ERROR findings, what survival did, an out-of-memory error and the end of a run.
+    """Posts ERROR findings, survival's actions, an out-of-memory error and the end of a run.
 
-    Rank 0 posts all, other ranks only their OOM, in a thread. Of more than 16 messages that wait
-    the oldest is dropped; the end of a run waits up to three seconds for the others.
+    Rank 0 posts everything, other ranks only their OOM, from a thread. If more than 16 messages
+    wait, the oldest is dropped; the end of a run waits up to three seconds for the others.
     """
 
     def __init__(self, url: str, output_dir: str, rank: int) -> None:
@@ -75,8 +75,8 @@ class Webhook:
         text = printable(line)[:_LONGEST_CHARACTERS]
         message = {
             "content": text,  # Discord
-            "allowed_mentions": {"parse": []},  # Discord: an @everyone in an error calls no one
-            "text": html.escape(text, quote=False),  # Slack, which reads <!channel> as a call
+            "allowed_mentions": {"parse": []},  # Discord: an @everyone in an error notifies no one
+            "text": html.escape(text, quote=False),  # Slack, which treats <!channel> as a mention
             "run": self._run,
             "step": step,
             "rank": self._rank,
@@ -143,6 +143,6 @@ def _seconds(retry_after: str) -> float:
 
 
 def webhook_of_run(output_dir: str, rank: int) -> Callable[[Entry], None] | None:
-    """Return what posts entries of this rank's timeline; None without a URL, and in a dry run."""
+    """Return a function that posts this rank's entries; None without a URL, and in a dry run."""
     url = os.environ.get(VARIABLE, "").strip()
     return Webhook(url, output_dir, rank).tell if url and DRY not in os.environ else None

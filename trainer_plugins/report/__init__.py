@@ -1,1 +1,1 @@
-"""Renders timelines and plans for people, as text and HTML."""
+"""Render timelines and plans for people, as text and HTML."""

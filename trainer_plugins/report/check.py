@@ -1,4 +1,4 @@
-"""Renders a checklist for the terminal: what was found, with remedies, and how much is well."""
+"""Render a checklist for the terminal: findings with remedies, and the number of good results."""
 
 from collections.abc import Iterator
 
@@ -19,7 +19,7 @@ _MARKS = {
 
 
 def check_report(checklist: Checklist, verbose: bool = False) -> RenderableType:
-    """Render what was found, if `verbose` also what is well, then how much there is of each."""
+    """Render the findings, with `verbose` also the good results, then a count of each."""
     table = Table.grid(padding=(0, 2))
     num_well = 0
     for name, lines in checklist.groups.items():

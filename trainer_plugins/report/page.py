@@ -1,4 +1,4 @@
-"""Prints pages in the terminal: foreign text is harmless, and no figure is cut."""
+"""Print pages in the terminal: foreign text is harmless, and no figure is cut off."""
 
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from trainer_plugins.units import size
 
 STYLES = {Severity.INFO: "cyan", Severity.WARNING: "yellow", Severity.ERROR: "red"}
 
-_WIDE = 10_000  # width in characters for a file or another program, where nothing is wrapped
+_WIDE = 10_000  # width in characters for a file or another program, where nothing wraps
 
 
 def show(page: RenderableType) -> None:
@@ -31,7 +31,7 @@ def show(page: RenderableType) -> None:
 
 
 def plain_table(first: str, *others: str, left: Container[str] = ()) -> Table:
-    """Make a table without lines: text in the first column and in `left`, else numbers."""
+    """Build a table without lines: text in the first column and in `left`, else numbers."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column(first)
     for other in others:
@@ -41,7 +41,7 @@ def plain_table(first: str, *others: str, left: Container[str] = ()) -> Table:
 
 @dataclass(frozen=True, slots=True)
 class Indented:
-    """Renders text behind a label, and indents the lines into which a terminal wraps it."""
+    """Renders text behind a label, and indents wrapped lines."""
 
     text: Text
     indent: int
@@ -57,7 +57,7 @@ class Indented:
 
 
 def to_paste(line: str) -> Text:
-    """Make a line that is never wrapped, so that it can be copied as it is."""
+    """Build a line that never wraps, so that you can copy it."""
     return Text(line, no_wrap=True, overflow="ignore")
 
 
@@ -75,7 +75,7 @@ def _parts(page: RenderableType) -> Iterator[RenderableType]:
 
 
 def _measure_width(table: Table, console: Console) -> int:
-    """Return the width that keeps numbers whole; the other columns may be folded."""
+    """Return the width at which numbers stay whole; the other columns may fold."""
     options = console.options.update(width=_WIDE)
     for column in table.columns:
         if column.justify == "right":

@@ -1,4 +1,4 @@
-"""Renders a plan for the terminal: in five lines, or with everything that is known."""
+"""Render a plan for the terminal: in five lines, or in full."""
 
 from collections.abc import Mapping
 
@@ -18,12 +18,12 @@ from trainer_plugins.report.page import Indented, plain_table, to_paste
 from trainer_plugins.units import MIB, percent, size
 
 _MUCH_MAIN_MEMORY = 4 << 30  # a change that takes this much more says so
-_SHOWN = ("rows", "length", "dtype", "checkpointing", "card")  # of what was planned
-_SHOWN_BYTES = MIB / 20  # less would show as 0.0 MiB
+_SHOWN = ("rows", "length", "dtype", "checkpointing", "card")  # the parts of `planned` to show
+_SHOWN_BYTES = MIB / 20  # smaller sizes would show as 0.0 MiB
 
 
 def brief_report(plan: MemoryPlan) -> RenderableType:
-    """Render the answer: the verdict, what was planned, what fills the card, what to do."""
+    """Render the answer: the verdict, the planned run, the largest uses of memory, the remedy."""
     parts = [*_verdicts(plan), *map(Text, _weights_alone(plan))]
     if shown := {name: plan.planned[name] for name in _SHOWN if name in plan.planned}:
         parts.append(_label("Planned", _list(shown)))
@@ -54,7 +54,7 @@ def plan_report(plan: MemoryPlan) -> RenderableType:
 
 
 def _verdicts(plan: MemoryPlan) -> list[RenderableType]:
-    """Render whether the card holds the run, and whether main memory does."""
+    """Render whether the run fits on the card and in main memory."""
     style = {True: "bold green", False: "bold red", None: "bold"}[plan.fits]
     host = (Text(line, style="bold") for line in host_verdict(plan))
     return [Text(verdict(plan), style=style), *host]
@@ -65,7 +65,7 @@ def _label(label: str, text: str) -> Indented:
 
 
 def verdict(plan: MemoryPlan) -> str:
-    """Say in one line whether the run fits; without a card, how much its tensors need."""
+    """Say in one line whether the run fits; without a card, the memory of its tensors."""
     said = _verdict_of_card(plan)
     if plan.host_shortage is not None and plan.fits_card is not False:
         said = f"Does not fit in main memory. It {said[0].lower()}{said[1:]}"
@@ -80,7 +80,7 @@ def _verdict_of_card(plan: MemoryPlan) -> str:
     if plan.fits_card:
         return f"Fits on {card}: {size(plan.margin_bytes)} to spare, in the {moment_of(plan)}"
     short = f"{size(-plan.margin_bytes)} short"
-    if plan.smallest_card_bytes is None:  # what is reserved has a cache, which a full card releases
+    if plan.smallest_card_bytes is None:  # reserved includes a cache, which a full card flushes
         live_short = plan.allocated_peak_bytes + plan.context_bytes - plan.capacity_bytes
         if live_short <= 0:
             piece = max(plan.failed_request_bytes or 0, SMALL_SEGMENT_BYTES)
@@ -91,7 +91,7 @@ def _verdict_of_card(plan: MemoryPlan) -> str:
 
 
 def name_largest(plan: MemoryPlan) -> str:
-    """Name the three categories that take most of the peak."""
+    """Name the three largest categories at the peak."""
     most = sorted(plan.breakdown.items(), key=lambda pair: -pair[1])[:3]
     named = ", ".join(f"{size(num)} {name}" for name, num in most if num >= _SHOWN_BYTES)
     needed, held = plan.smallest_card_bytes, plan.nvidia_smi_peak_bytes
@@ -101,7 +101,7 @@ def name_largest(plan: MemoryPlan) -> str:
 
 
 def _render_remedy(plan: MemoryPlan) -> list[RenderableType]:
-    """Render the first change that makes it fit, or the most rows at once if it fits already."""
+    """Render the first change with which it fits, or the most rows at once if it fits already."""
     if plan.proposals:
         first, *others = plan.proposals
         more = f"; {len(others)} more: --verbose" if others else ""
@@ -120,14 +120,14 @@ def _render_remedy(plan: MemoryPlan) -> list[RenderableType]:
 
 
 def _render_for_the_run(proposal: Proposal, indent: int) -> list[Text]:
-    """Render how a change is typed in the run itself, if not as for its plan."""
+    """Render the text to type in the run itself, if it differs from the plan's flags."""
     if proposal.in_the_run == proposal.flags:
         return []
     return [to_paste(f"{' ' * indent}In the run: {proposal.in_the_run}")]
 
 
 def details(plan: MemoryPlan) -> list[str]:
-    """Say which numbers the verdict rests on."""
+    """List the figures behind the verdict."""
     whose = f"the fullest of {len(plan.cards)} cards" if plan.cards else "each GPU"
     peak = f"{size(plan.nvidia_smi_peak_bytes)} at the peak of {whose}"
     cached = size(plan.reserved_peak_bytes - plan.allocated_peak_bytes)
@@ -161,7 +161,7 @@ def details(plan: MemoryPlan) -> list[str]:
 
 
 def _weights_alone(plan: MemoryPlan) -> list[str]:
-    """Say in one line that the weights fill the card, if they do."""
+    """Warn in one line that the weights alone exceed the card, if they do."""
     loaded, room = plan.loaded_bytes, (plan.capacity_bytes or 0) - plan.context_bytes
     if plan.fits_card is not False or loaded is None or loaded <= room:
         return []
@@ -174,7 +174,7 @@ def moment_of(plan: MemoryPlan) -> str:
 
 
 def describe_planned(plan: MemoryPlan) -> str:
-    """Say in one line what was planned, without the command."""
+    """Describe the planned run in one line, without the command."""
     return _list({name: text for name, text in plan.planned.items() if name != "command"})
 
 
@@ -183,7 +183,7 @@ def _list(named: Mapping[str, str]) -> str:
 
 
 def _proposals(plan: MemoryPlan) -> list[Text]:
-    """Render the changes that make it fit: the flags of each in one line, to be copied."""
+    """Render the changes with which it fits: the flags of each on one line, to be copied."""
     lines: list[Text] = []
     if plan.proposals:
         rows = "the rows between optimizer steps stay the same"
@@ -256,7 +256,7 @@ def _tensors(plan: MemoryPlan) -> Table:
 
 
 def words_of(group: TensorsAtPeak) -> str:
-    """Describe equal tensors, with the model's name of the module.
+    """Describe equal tensors, with the model's own module name.
 
     >>> group = dict(count=1, num_bytes=8, moment="forward", part="lm_head", operation="a.py:3 f")
     >>> words_of(TensorsAtPeak(category="frozen weights", **group))

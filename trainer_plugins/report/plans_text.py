@@ -1,4 +1,4 @@
-"""Renders for the terminal a plan next to its run, what a search found, and what changes save."""
+"""Render comparisons for the terminal: a plan with its run, a search, the savings of changes."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ from trainer_plugins.units import GIB, size
 
 
 def calibration_report(calibration: Calibration) -> RenderableType:
-    """Render each counter of each moment, worst first, then the memory outside the allocator."""
+    """Render each counter at each moment, worst first, then the memory outside the allocator."""
     table = plain_table("moment", "", "predicted", "measured", "difference", left=("",))
     for each in calibration.differences:
         numbers = (size(each.predicted_bytes), size(each.measured_bytes), f"{each.fraction:+.2%}")
@@ -52,7 +52,7 @@ _CRITERION = (
 
 
 def search_report(result: SearchResult) -> RenderableType:
-    """Render the best way to run and its flags, then the table, and what is not in it."""
+    """Render the best settings and their flags, then the table, and its limits."""
     rows = f"{result.effective_batch} rows between optimizer steps"
     cards = f" on {result.num_gpus} GPUs" if result.num_gpus > 1 else ""
     card = f"{result.gpu} ({size(result.capacity_bytes)})"
@@ -94,7 +94,7 @@ def _cells(line: SearchLine, has_lengths: bool) -> list[str]:
 
 
 def line_in_words(line: SearchLine) -> str:
-    """Say in one line what was found for one way to run."""
+    """Describe one line of a search."""
     checkpointing = "with" if line.gradient_checkpointing else "without"
     begin = f"{checkpointing} checkpointing, {line.sequence_length} tokens"
     if not line.fits:
@@ -104,7 +104,6 @@ def line_in_words(line: SearchLine) -> str:
 
 
 def _to_copy(best: SearchLine) -> list[str]:
-    """Return the best line's settings, as the run takes them."""
     lines = [
         f"  flags   {best.flags}",
         f"  Hydra   {best.hydra_overrides}",
@@ -116,7 +115,7 @@ def _to_copy(best: SearchLine) -> list[str]:
 
 
 def changes_report(plan: MemoryPlan, saved: Sequence[Saved]) -> RenderableType:
-    """Render what each switch would save."""
+    """Render the savings of each switch."""
     numbers = ("allocated saved", "reserved saved", "nvidia-smi then", "fits then")
     table = plain_table("switch", *numbers, "with", left=("with",))
     for each in saved:

@@ -1,4 +1,4 @@
-"""Sums up the timelines of a run: the peak of each moment, releases, each finding once."""
+"""Summarise the timelines of a run: the peak of each moment, releases, each finding once."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from trainer_plugins.record.history import (
 from trainer_plugins.record.oom_record import OomRecord, read_oom_records
 from trainer_plugins.record.timeline import Beginning, Failure, Flush, Remark, Sample
 
-SLACK_SECONDS = 1.0  # how far the clocks of ranks may be apart
+SLACK_SECONDS = 1.0  # the largest difference between the clocks of ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,21 +28,21 @@ class RankPeaks:
     """Holds the peak of one moment on the fullest rank, and on the least full one."""
 
     moment: str
-    rank: int  # the fullest rank, which the next five are about
+    rank: int  # the fullest rank; the next five describe it
     device: str
     peak_bytes: int
     pressure: float
     total_bytes: int
     reserved_bytes: int
     least_rank: int
-    least_pressure: float  # its tensors may take more than those of the fullest rank
+    least_pressure: float  # its tensors may take more than the fullest rank's
     least_peak_bytes: int
     num_readings: int  # of all ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Releases:
-    """Holds what all ranks released, and the time of the rank that waited longest."""
+    """Holds the releases of all ranks, and the time of the rank that waited longest."""
 
     num: int
     released_bytes: int
@@ -51,7 +51,7 @@ class Releases:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepeatedFinding:
-    """Holds the worst of similar findings, and where they were found."""
+    """Holds the worst of similar findings, and where they occurred."""
 
     finding: Finding  # the worst of them, by its amount
     times: int
@@ -62,15 +62,15 @@ class RepeatedFinding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """Sums up one run."""
+    """Summarises one run."""
 
     steps: tuple[int, int]  # completed before the run, and at its end
     seconds: tuple[float, float]  # since the Unix epoch
     ranks: tuple[int, ...]
-    missing_ranks: tuple[int, ...]  # that the strategy has, and that wrote nothing here
-    hosts: Mapping[int, str]  # the machine of each rank, as far as it is known
+    missing_ranks: tuple[int, ...]  # ranks of the strategy that wrote nothing here
+    hosts: Mapping[int, str]  # the machine of each rank, if known
     jobs: tuple[str, ...]  # the scheduler's
-    has_end: bool  # whether all ranks noted the end of training
+    has_end: bool  # whether all ranks recorded the end of training
     failures: tuple[Failure, ...]
     failed_ranks: tuple[int, ...]  # the rank of each failure
     peaks: tuple[RankPeaks, ...]
@@ -80,16 +80,16 @@ class RunSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """Sums up all runs of a folder, oldest first."""
+    """Summarises all runs of a folder, oldest first."""
 
     runs: tuple[RunSummary, ...]
-    ending: Finding | None  # how the last run ended, if not as it should
+    ending: Finding | None  # how the last run ended, if badly
     files: Mapping[int, Path]  # the timeline of each rank
-    skipped_lines: Mapping[int, int]  # of each rank's timeline: damaged, or of another program
+    skipped_lines: Mapping[int, int]  # in each rank's timeline: damaged, or from another program
 
 
 def summary(history: History, ending: Finding | None) -> Summary:
-    """Sum up a folder."""
+    """Summarise a folder."""
     return Summary(
         runs=tuple(map(_sum_up, history.runs)),
         ending=ending,
@@ -123,7 +123,7 @@ def failures_of(timelines: Timelines) -> list[tuple[int, Failure]]:
 
 
 def strategies_of(timelines: Timelines) -> list[str]:
-    """Say with which strategies a run began or resumed, once if all ranks agree."""
+    """Name the strategies with which a run began or resumed, once if all ranks agree."""
     began = (
         f"from step {entry.step}: {entry.strategy}" for _, entry in entries_of(timelines, Beginning)
     )
@@ -146,7 +146,7 @@ def steps_in_words(first: int, last: int) -> str:
 
 
 def peaks(timelines: Timelines) -> list[RankPeaks]:
-    """Return the peak of each moment, in the order in which the moments came."""
+    """Return the peak of each moment, in order of appearance."""
     moments: dict[str, dict[int, list[Sample]]] = {}
     for rank, sample in entries_of(timelines, Sample):
         moments.setdefault(sample.moment, {}).setdefault(rank, []).append(sample)
@@ -168,7 +168,7 @@ def _peak(moment: str, by_rank: Mapping[int, Sequence[Sample]]) -> RankPeaks:
         peak_bytes=peak_bytes[worst],
         pressure=highest[worst].pressure,
         total_bytes=highest[worst].total_bytes,
-        # A cache that was released after the peak is missing in the reading.
+        # The reading misses a cache released after the peak.
         reserved_bytes=max(peak_bytes[worst], *(each.reserved_bytes for each in readings[worst])),
         least_rank=least,
         least_pressure=highest[least].pressure,
@@ -178,7 +178,7 @@ def _peak(moment: str, by_rank: Mapping[int, Sequence[Sample]]) -> RankPeaks:
 
 
 def releases(timelines: Timelines) -> Releases:
-    """Sum up the releases of cached memory."""
+    """Summarise the releases of cached memory."""
     flushes = [*entries_of(timelines, Flush)]
     seconds = dict.fromkeys(timelines, 0.0)
     for rank, flush in flushes:
@@ -191,7 +191,7 @@ def releases(timelines: Timelines) -> Releases:
 
 
 def merge_findings(timelines: Timelines) -> list[RepeatedFinding]:
-    """Merge findings that differ only in their figures, those of the first step first."""
+    """Merge findings that differ only in their figures, the earliest first."""
     same: dict[tuple[str, int, str], list[tuple[int, Remark]]] = {}
     for rank, remark in entries_of(timelines, Remark):
         found = remark.finding
@@ -234,7 +234,7 @@ def add_records(run: Run, records: Sequence[OomRecord]) -> Run:
     for record in records:
         entries = timelines[record.rank]
         for at, entry in enumerate(entries):
-            # The timeline notes it later, after all live tensors have been counted.
+            # The timeline records it later, after all live tensors have been counted.
             if isinstance(entry, Failure) and entry.record:
                 entries[at] = replace(entry, time_seconds=record.time_seconds)
                 if record.last_sample is not None:

@@ -1,4 +1,4 @@
-"""Renders a memory report of the runs in a folder, as short tables for the terminal."""
+"""Render a memory report of the runs in a folder, as short tables for the terminal."""
 
 from datetime import datetime
 from shlex import quote
@@ -33,7 +33,7 @@ from trainer_plugins.units import percent, size
 
 
 def history_report(history: History, ending: Finding | None = None) -> RenderableType:
-    """Render the runs, the last first; `ending` tells its end, if its timeline does not."""
+    """Render the runs, the last first; `ending` says how it ended, if its timeline does not."""
     parts: list[RenderableType] = []
     num_runs = len(history.runs)
     if num_runs > 1:
@@ -87,7 +87,7 @@ def memory_report(timelines: Timelines) -> RenderableType:
 
 
 def describe_steps(run: Run) -> str:
-    """Say which steps a run had, and when."""
+    """Describe the steps and the time of a run."""
     began, ended = (datetime.fromtimestamp(each).isoformat(" ", "seconds") for each in run.seconds)
     return f"{steps_in_words(*run.steps)}, {began} to {ended}"
 
@@ -119,7 +119,7 @@ def _releases(timelines: Timelines) -> Text:
 
 
 def _findings(timelines: Timelines) -> list[Text]:
-    """Render each finding once; having none is good news only if the run ended well."""
+    """Render each finding once; no findings is good news only if the run ended well."""
     found = merge_findings(timelines)
     if not found:
         in_order = all(has_end(each) and not has_failed(each) for each in timelines.values())

@@ -1,4 +1,4 @@
-"""Renders the state of each rank of a run, one line a rank, for a live terminal."""
+"""Render the state of each rank of a run, one line per rank, for a live terminal."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -21,10 +21,10 @@ _PARTS = (("█", "allocated", "green"), ("▒", "cached", "cyan"), ("░", "out
 _FREE = ("·", "free", "dim")
 _HEIGHTS = "▁▂▃▄▅▆▇█"
 _PLAIN = str.maketrans("█▒░·▁▂▃▄▅▆▇", "#=x.1234567")  # without block elements
-_FLAT = 0.1  # a trend that spans less of the device is drawn as if it spanned this much
+_FLAT = 0.1  # a trend spanning less of the device is drawn as if it spanned this much
 _WIDTH_WITH_SIZES = 110
 _WIDTH_WITH_TREND = 130
-MOST_PEAKS = 24  # of a trend
+MOST_PEAKS = 24  # in a trend
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +36,8 @@ class RankLine:
     state: str  # the last moment of the run, as a `Sample` names it; `failed` after an error
     time_seconds: float  # when the rank last wrote, in seconds since the Unix epoch
     reading: MemoryReading | None
-    trend: Sequence[float]  # the highest pressure of equal stretches of the run, oldest first
-    growth: Growth | None  # the memory that grows with every step and runs out first, if any does
+    trend: Sequence[float]  # the highest pressure in equal stretches of the run, oldest first
+    growth: Growth | None  # the growing memory that runs out first, if any grows
     remark: Remark | None  # the last finding
     failure: Failure | None
 
@@ -88,7 +88,7 @@ def _growth(run: RankRun) -> Growth | None:
 
 @dataclass(frozen=True, slots=True)
 class TopPage:
-    """Renders the ranks of one run as wide as the terminal allows."""
+    """Renders the ranks of one run, fitted to the terminal's width."""
 
     run_dir: str
     ranks: Sequence[RankLine]
@@ -146,7 +146,7 @@ class TopPage:
         yield table
 
     def _news(self) -> list[Text]:
-        """Render the first failure, or else the newest finding, with its remedy."""
+        """Render the first failure, else the newest finding, with its remedy."""
         failed = [line for line in self.ranks if line.failure]
         if failed:
             first = min(failed, key=lambda line: line.time_seconds)
@@ -164,7 +164,7 @@ class TopPage:
 
 
 def _bar(reading: MemoryReading | None, width: int) -> list[tuple[str, str]]:
-    """Divide the bar as the card is divided; only ends are rounded, so its length is constant."""
+    """Divide the bar like the card; only ends are rounded, so its length is constant."""
     if reading is None:
         return []
     sizes = (reading.allocated_bytes, reading.cached_bytes, reading.non_torch_bytes)
@@ -187,7 +187,7 @@ def _sizes(reading: MemoryReading | None) -> str:
 
 
 def _heights(trend: Sequence[float]) -> str:
-    """Draw the pressure above its lowest, so that a slow rise is visible and noise is not."""
+    """Draw the pressure above its minimum, so that a slow rise is visible and noise is not."""
     if not trend:
         return ""
     low, span = min(trend), max(max(trend) - min(trend), _FLAT)
@@ -196,7 +196,7 @@ def _heights(trend: Sequence[float]) -> str:
 
 
 def _age(seconds: float) -> str:
-    """Render an age; it is never negative, since clocks of two machines may differ."""
+    """Render an age, never negative: the clocks of two machines may differ."""
     seconds = max(0.0, seconds)
     for unit, name in ((1, "s"), (60, "min"), (3600, "h")):
         if seconds < 100 * unit:

@@ -1,1 +1,1 @@
-"""Reads the snapshot of a card that torch has written: what held its memory, and when."""
+"""Read torch's memory snapshot of a card: the use of its memory over time."""

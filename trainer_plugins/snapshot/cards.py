@@ -1,6 +1,6 @@
-"""Snapshot: what torch wrote about each card, with every value checked. Sizes in bytes.
+"""Snapshot: torch's record of each card, with every value checked. Sizes in bytes.
 
-Recording that was off leaves no events; `memory_snapshot()` is a bare list of segments.
+Without recording there are no events; `memory_snapshot()` is a bare list of segments.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,83 +27,83 @@ ACTIONS: Mapping[str, Action] = {
     "segment_unmap": "segment_free",
     "oom": "oom",
 }
-_LARGEST = 1024 * GIB  # no card holds more; a failing request may ask for more
+_LARGEST = 1024 * GIB  # no card holds more; a failing request may be larger
 _HIGHEST = 1 << 60
 _MOST_FRAMES = 4096
 
 
 class Event(NamedTuple):
-    """Holds one action of the allocator; memory that was mapped is a segment too."""
+    """Holds one action of the allocator; mapped memory counts as a segment too."""
 
     action: Action
-    address: int  # in an `oom` the bytes that the card had left
-    num_bytes: int  # what was asked for; of a segment what was taken
+    address: int  # for an `oom`, the free bytes of the card
+    num_bytes: int  # the bytes requested; for a segment, the bytes reserved
     stream: int
 
 
 class StackFrame(NamedTuple):
-    """Holds one line of a stack, of Python's or of C++'s."""
+    """Holds one line of a stack, from Python or C++."""
 
     file: str
     line: int
     name: str
 
 
-Stack = tuple[StackFrame, ...]  # the innermost first; empty if none were recorded
+Stack = tuple[StackFrame, ...]  # the innermost first; empty if not recorded
 
 
 class Wait(NamedTuple):
-    """Holds a block that was released while another stream still read it."""
+    """Holds a block that was released while another stream was still reading it."""
 
     address: int
-    since: int  # the number of events before it was released
-    until: int  # the number of events before it was free; more than there are if it never was
+    since: int  # the number of events before its release
+    until: int  # the number of events before it was free; beyond the last event if it never was
 
 
 class SnapshotBlock(NamedTuple):
-    """Holds a piece of a segment at the end."""
+    """Holds a piece of a segment at the end of the recording."""
 
     address: int
     num_bytes: int
-    is_active: bool  # it is in use, or another stream still reads it
+    is_active: bool  # in use, or still read by another stream
     stack: int
 
 
 class Segment(NamedTuple):
-    """Holds a segment at the end."""
+    """Holds a segment at the end of the recording."""
 
     address: int
     num_bytes: int
-    allocated_bytes: int  # what the file states as allocated in it
+    allocated_bytes: int  # as the file states it
     stream: int
     is_small: bool
     is_expandable: bool
-    is_private: bool  # it belongs to a CUDA graph or to a pool that the program made
+    is_private: bool  # belongs to a CUDA graph or to a pool of the program
     blocks: tuple[SnapshotBlock, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotCard:
-    """Holds the segments of one card at the end, and the last events before."""
+    """Holds the segments of one card at the end, and the events before."""
 
     index: int
     segments: tuple[Segment, ...]
     events: tuple[Event, ...]
-    stacks: tuple[int, ...]  # for each event the number of its stack
+    stacks: tuple[int, ...]  # the stack number of each event
     waits: tuple[Wait, ...]
     has_mapped: bool  # whether pages were mapped, as expandable segments do
-    has_taken: bool  # whether segments were taken
-    indices: tuple[int, ...] = ()  # for each event its number in the file's trace of this card
+    has_taken: bool  # whether segments were allocated
+    indices: tuple[int, ...] = ()  # the number of each event in the file's trace of this card
     times: tuple[int, ...] = ()  # of each event, in microseconds since 1970
 
     @property
     def allocated_bytes(self) -> int:
-        """Return what the file states as allocated at its end."""
+        """Return the allocated bytes that the file states at its end."""
         return sum(segment.allocated_bytes for segment in self.segments)
 
     @property
     def reserved_bytes(self) -> int:
-        """Return what the process held of the card at the end."""
+        """Return the reserved bytes of the process at the end."""
         return sum(segment.num_bytes for segment in self.segments)
 
     @property
@@ -113,11 +113,11 @@ class SnapshotCard:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Holds what one file states."""
+    """Holds the content of one file."""
 
     name: str
     cards: tuple[SnapshotCard, ...]
-    stacks: tuple[Stack, ...]  # each different stack once; number 0 is the empty one
+    stacks: tuple[Stack, ...]  # each distinct stack once; number 0 is the empty one
     settings: Mapping[str, Any]
 
     def main_card(self) -> SnapshotCard:
@@ -132,7 +132,7 @@ def read(path: Path, *, is_own: bool = False) -> Snapshot:
 
     Args:
         path: the file.
-        is_own: whether this package has just written it, so that it need not be mistrusted.
+        is_own: whether this package has just written it, so that it can be trusted.
     """
     with pause_collection():
         raw = load_own(path) if is_own else load(path)
@@ -165,7 +165,7 @@ class _Reader:
     def __init__(self) -> None:
         self._stacks: list[Stack] = [()]
         self._numbers: dict[Stack, int] = {(): 0}
-        self._known: dict[tuple[int, ...], int] = {}  # by the identities of frames
+        self._known: dict[tuple[int, ...], int] = {}  # keyed by the identities of frames
         self._frames: dict[int, StackFrame] = {}
 
     def snapshot(self, raw: Mapping[str, Any], name: str) -> Snapshot:
@@ -251,7 +251,7 @@ class _Reader:
     def _stack(self, frames: Sequence[Mapping[str, Any]] | None) -> int:
         if not frames:
             return 0
-        # One frame is one object in all stacks of a file, which lives as long as the file is read.
+        # A frame is one object in all stacks of a file, and lives as long as the file is read.
         key = tuple(map(id, frames[:_MOST_FRAMES]))
         number = self._known.get(key)
         if number is None:

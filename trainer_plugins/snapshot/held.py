@@ -1,7 +1,7 @@
-"""Held: what a card's memory held at one moment, by category and by source line.
+"""Held: the contents of a card's memory at one moment, by category and by source line.
 
-What a forward pass allocates and the backward pass still needs is an activation, what is freed
-within the pass was temporary, and what outlives a backward pass is a gradient.
+Memory that a forward pass allocates and leaves for the backward pass is an activation; memory freed
+within the pass was temporary, and memory that outlives a backward pass is a gradient.
 """
 
 from bisect import bisect_right
@@ -16,10 +16,10 @@ from trainer_plugins.snapshot.lives import BEFORE, Life
 from trainer_plugins.snapshot.stacks import NOWHERE, Meaning, Work, meaning_of
 from trainer_plugins.units import MIB
 
-Category = str  # what a block was for: a name of `WORDS`
+Category = str  # the use of a block: a name of `WORDS`
 
-# From the bottom of a picture to its top: permanent memory first. What is `waiting` the allocator
-# does not count as allocated.
+# From the bottom of a picture to its top: permanent memory first. The allocator does not count
+# `waiting` blocks as allocated.
 WORDS: Mapping[Category, str] = {
     "parameters": "parameters",
     "optimizer states": "optimizer states",
@@ -39,16 +39,16 @@ _OF_WORK: Mapping[Work, Category] = {
     "gathering": "gathered parameters",
     "generation": "KV cache",
 }
-_SHORT_EVENTS = 30  # 60 to 85 % of all freed bytes lived shorter
+_SHORT_EVENTS = 30  # 60 to 85 % of all freed bytes lived for fewer events
 _LEAST_LOGITS_BYTES = 1 * MIB
 
 
 @dataclass(frozen=True, slots=True)
 class InUse:
-    """Holds what was in use after one event; sizes in bytes."""
+    """Holds the memory in use after one event; sizes in bytes."""
 
     position: int
-    categories: Mapping[Category, int]  # all that is in use, the largest first
+    categories: Mapping[Category, int]  # everything in use, the largest first
     lines: tuple[tuple[str, int, int], ...]  # source line, bytes, blocks; the largest first
 
     @property
@@ -57,7 +57,7 @@ class InUse:
 
 
 class Pass(NamedTuple):
-    """Holds first and last event of a pass."""
+    """Holds the first and the last event of a pass."""
 
     first: int
     last: int
@@ -93,14 +93,14 @@ class Sorter:
         return self._meanings[stack]
 
     def step_at(self, position: int) -> int:
-        """Return how many backward passes had ended before an event."""
+        """Return how many backward passes ended before an event."""
         return self._backward_before[max(bisect_right(self._starts, position) - 1, 0)]
 
     def alive_at(self, position: int) -> list[Life]:
         return [life for life in self.lives if life.is_alive_after(position)]
 
     def find_held(self, position: int) -> InUse:
-        """Say what is in use after an event."""
+        """Return the memory in use after an event."""
         waiting = {wait.address for wait in self._card.waits if wait.since <= position < wait.until}
         categories: Counter[Category] = Counter()
         bytes_from: Counter[str] = Counter()
@@ -115,7 +115,7 @@ class Sorter:
         return InUse(position, dict(categories.most_common()), tuple(lines))
 
     def place(self, life: Life) -> str:
-        """Name the line that asked for a block."""
+        """Name the line that allocated a block."""
         if life.stack:
             return self.meaning(life.stack).place
         if life.birth == BEFORE:
@@ -149,10 +149,10 @@ class Sorter:
 
     def _extend(self, birth: int, work: Work) -> None:
         if work == "gathering":
-            return  # in the forward pass and in the backward pass
+            return  # in both the forward and the backward pass
         kind = work if work in ("backward", "optimizer") else "forward"
         if work == "unknown" and self._has_frames:
-            kind = "backward"  # its thread has no frames of Python
+            kind = "backward"  # its thread has no Python frames
         if self.passes and self.passes[-1].kind == kind:
             self.passes[-1] = self.passes[-1]._replace(last=birth)
         else:
@@ -166,19 +166,20 @@ class Sorter:
         return self.passes[index] if index >= 0 else None
 
     def _fate(self, life: Life) -> bool | None:
-        """Say whether a block went within its pass; None if the run ended before that was known."""
+        """Return whether a block was freed within its pass; None if the run ended too early."""
         its, death = self._pass_at(life.birth), self._find_death(life)
         if its is None or life.birth == BEFORE:
             return False
         is_last = its is self.passes[-1]
         if death is not None:
-            # Passes of an evaluation follow each other: what ends with one was not temporary in it.
+            # Passes of an evaluation follow each other: a block that ends with one was not
+            # temporary.
             is_training = its.kind != "forward" or not is_last
             return death < its.last and (is_training or death - life.birth < _SHORT_EVENTS)
         return None if is_last and self._end < len(self._card.events) else False
 
     def _usual_fates(self) -> Mapping[int, bool]:
-        """Say for each stack whether most of its bytes went within their pass."""
+        """Return for each stack whether most of its bytes were freed within their pass."""
         balance: Counter[int] = Counter()
         for life in self.lives:
             if (fate := self._fate(life)) is not None:
@@ -191,7 +192,7 @@ class Sorter:
         return its is not None and its.kind == "backward" and life.birth != BEFORE
 
     def _sizes_of_losses(self) -> frozenset[int]:
-        """Return the size of the largest tensor of a loss, rows x vocabulary in float32."""
+        """Return the size of the largest loss tensor, rows x vocabulary in float32, and half."""
         losses = (life for life in self.lives if self.meaning(life.stack).work == "loss")
         largest = max((life.requested_bytes for life in losses), default=0)
         return frozenset({largest, largest // 2} if largest >= _LEAST_LOGITS_BYTES else ())

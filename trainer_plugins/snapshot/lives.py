@@ -1,4 +1,4 @@
-"""Life: each block from its allocation to its release, in the sizes that the allocator gave."""
+"""Life: each block from allocation to release, in the allocator's sizes."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ from trainer_plugins.snapshot.cards import Snapshot, SnapshotCard
 from trainer_plugins.snapshot.replay import ModelCard, Outcome, replay
 from trainer_plugins.snapshot.trace import NotModelledError, Trace, find_first_known, trace_of
 
-BEFORE = -1  # the birth of a block that was there before the first event
+BEFORE = -1  # the birth of a block that existed before the first event
 
 
 @dataclass(slots=True)
 class Life:
-    """Holds when one block lived: numbers of events."""
+    """Holds the lifetime of one block, as numbers of events."""
 
     address: int
     birth: int
@@ -35,12 +35,12 @@ class Life:
 
 @dataclass(frozen=True, slots=True)
 class RepeatedTrace:
-    """Holds the result of a trace that was repeated on the allocator's model."""
+    """Holds the result of a trace repeated on the allocator's model."""
 
     trace: Trace
     rules: AllocatorRules  # the settings of the run
     outcome: Outcome
-    block_bytes: tuple[int, ...]  # the size of the block that each allocation got
+    block_bytes: tuple[int, ...]  # the block size of each allocation
 
 
 def repeat(
@@ -48,11 +48,11 @@ def repeat(
 ) -> RepeatedTrace:
     """Repeat the events of a card, or raise NotModelledError.
 
-    Which torch has written a snapshot it does not say: what is `likely` is tried first.
+    A snapshot does not say which version of torch wrote it: the `likely` rule is tried first.
     """
     trace = trace_of(card, snapshot.name)
     rules = AllocatorRules(expandable_segments=trace.expandable)
-    split = snapshot.settings.get("max_split_size")  # as torch 2.13 writes it; -1 is no limit
+    split = snapshot.settings.get("max_split_size")  # as torch 2.13 writes it; -1 means no limit
     if isinstance(split, int) and split > 0:
         rules = replace(rules, max_split_bytes=split)
     found: list[RepeatedTrace] = []
@@ -69,7 +69,7 @@ def _repeat(trace: Trace, rules: AllocatorRules) -> RepeatedTrace:
         outcome = replay(trace, model)
     except NotModelledError:
         raise
-    # Addresses that no allocator gave, which only an edited file holds.
+    # Addresses that no allocator returned, found only in edited files.
     except (KeyError, ValueError, IndexError, AttributeError):
         raise NotModelledError("its events contradict each other") from None
     if len(model.block_bytes) != sum(event.action == "alloc" for event in trace.events):
@@ -78,7 +78,7 @@ def _repeat(trace: Trace, rules: AllocatorRules) -> RepeatedTrace:
 
 
 def lives_of(card: SnapshotCard, repeated: RepeatedTrace | None) -> list[Life]:
-    """Follow each block; without a replay, sizes are what was asked for, rounded up."""
+    """Follow each block; without a replay, its size is the request, rounded up."""
     blocks = [block for segment in card.segments for block in segment.blocks if block.is_active]
     sizes = iter(repeated.block_bytes) if repeated is not None else None
     segments = repeated.trace.segments if repeated is not None else ()
@@ -108,7 +108,7 @@ def lives_of(card: SnapshotCard, repeated: RepeatedTrace | None) -> list[Life]:
 
 
 def peak_of(card: SnapshotCard, lives: Sequence[Life]) -> int:
-    """Return the event after which most bytes are in use; the last one if nothing is recorded."""
+    """Return the event after which most bytes are in use; the last one if nothing was recorded."""
     changes: Counter[int] = Counter()
     for life in lives:
         changes[life.birth] += life.num_bytes

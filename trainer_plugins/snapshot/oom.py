@@ -1,4 +1,4 @@
-"""Case: the moment that is explained, with its numbers: the OOM, else the peak. Sizes in bytes."""
+"""Case: the moment to explain, with its numbers: the OOM, else the peak. Sizes in bytes."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +14,10 @@ from trainer_plugins.snapshot.trace import NotModelledError
 
 
 class Oom(NamedTuple):
-    """Holds the request that a card refused."""
+    """Holds the request that failed."""
 
     num_bytes: int
-    left_bytes: int  # what the card had left
+    left_bytes: int  # free memory of the card
     stream: int
 
     @property
@@ -31,15 +31,15 @@ class Oom(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SnapshotCase:
-    """Holds one card of a snapshot at the moment that matters."""
+    """Holds one card of a snapshot at the moment to explain."""
 
     snapshot: Snapshot
     card: SnapshotCard
     sorter: Sorter
-    held: InUse  # at the last OOM, else where most was in use
+    held: InUse  # at the last OOM, else at the peak
     at_end: InUse
-    reserved_bytes: int  # what the process held of the card at that moment
-    peak_reserved_bytes: int  # the highest that was recorded
+    reserved_bytes: int  # reserved by the process at that moment
+    peak_reserved_bytes: int  # the recorded peak
     oom: Oom | None  # the last one
     oom_stack: int
     repeated: RepeatedTrace | None
@@ -47,22 +47,22 @@ class SnapshotCase:
 
     @property
     def in_use_bytes(self) -> int:
-        """Return what is allocated, with what still waits for another stream."""
+        """Return the allocated bytes, with blocks that still wait for another stream."""
         return sum(self.held.categories.values())
 
     @property
     def unused_bytes(self) -> int:
-        """Return what was reserved and not in use; at an OOM it could not be used or released."""
+        """Return the reserved memory not in use; at an OOM, neither usable nor releasable."""
         return self.reserved_bytes - self.in_use_bytes
 
     @property
     def capacity_bytes(self) -> int:
-        """Return what the process could have held: what it held, and what the card had left."""
+        """Return the process's limit: its reserved memory, and the card's free memory."""
         return self.reserved_bytes + (self.oom.left_bytes if self.oom is not None else 0)
 
     @property
     def missing_bytes(self) -> int:
-        """Return what the request lacked even without a gap; it is negative if it had fitted."""
+        """Return the shortfall in bytes, ignoring fragmentation (negative: it would have fit)."""
         wanted = self.oom.num_bytes - self.oom.left_bytes if self.oom is not None else 0
         return wanted - self.unused_bytes
 
@@ -76,11 +76,11 @@ class SnapshotCase:
 
 
 def case_of(path: Path, *, own_torch: str = "") -> SnapshotCase:
-    """Read a snapshot, and bring its main card to the moment that matters.
+    """Read a snapshot, and move its main card to the moment to explain.
 
     Args:
         path: the file.
-        own_torch: the version of torch that it is of, if this package has just written it.
+        own_torch: the version of torch that wrote it, if this package has just written it.
     """
     snapshot = read(path, is_own=bool(own_torch))
     card = snapshot.main_card()
@@ -112,7 +112,7 @@ def case_of(path: Path, *, own_torch: str = "") -> SnapshotCase:
 
 
 def sum_reserved(card: SnapshotCard) -> list[int]:
-    """Return what was reserved before the first event, and after each."""
+    """Return the reserved bytes before the first event, and after each."""
     reserved = [card.reserved_bytes]
     for event in reversed(card.events):
         step = {"segment_alloc": -1, "segment_free": 1}.get(event.action, 0)

@@ -1,4 +1,4 @@
-"""Says whose file a frame is in, and what a request for memory means by itself."""
+"""Decide whose file a frame belongs to, and judge a request by its size alone."""
 
 import re
 from itertools import pairwise
@@ -9,7 +9,7 @@ from trainer_plugins.units import GIB
 _PACKAGE = Path(__file__).parents[1]
 _ROOMS = {path.name for path in _PACKAGE.iterdir()}
 
-# A folder of the user's may be called torch too.
+# A user's folder may be called torch too.
 OF_TORCH = re.compile(
     r"-packages/torch/|/torch/(?:nn|optim|autograd|utils|cuda|amp|_)|/torchinductor_"
     r"|/(?:lib/)?python3\.\d+/\w+\.py$|/Lib/\w+\.py$|^<frozen|^<string>"
@@ -19,7 +19,7 @@ _OF_LIBRARIES = re.compile(
     r"|^<(?!ipython|stdin)"
 )
 
-IMPOSSIBLE_BYTES = 1 << 40  # no card is this large; a request above it means a wrong shape
+IMPOSSIBLE_BYTES = 1 << 40  # no card is this large; a larger request means a wrong shape
 
 
 def is_ours(path: str) -> bool:

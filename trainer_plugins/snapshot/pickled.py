@@ -1,10 +1,10 @@
-"""Reads a pickle of any origin: plain values only, within bounds, or not at all.
+"""Read a pickle of any origin: plain values only, within bounds, or not at all.
 
-A pickle is a program. This follows its instructions by itself, and knows only those that make None,
-booleans, numbers, texts, lists, dicts with texts for keys, and pairs of numbers. That is what a
-memory snapshot is made of (all 75 of `docs/explain_snapshots.md`), and none of it runs code. Keys
-are texts, because an attacker can choose numbers so that a dict of them takes hours, but not how
-Python hashes a text.
+A pickle is a program. This module interprets it, and supports only instructions that build None,
+booleans, numbers, texts, lists, dicts with texts for keys, and pairs of numbers. A memory snapshot
+has no others (all 75 of `docs/explain_snapshots.md`), and none of them runs code. Keys must be
+texts, because an attacker can choose numbers so that a dict of them takes hours, but cannot predict
+how Python hashes a text.
 """
 
 import gc
@@ -21,10 +21,10 @@ from typing import Any
 from trainer_plugins.printable import printable
 from trainer_plugins.units import MIB, size
 
-LARGEST_BYTES = 256 * MIB  # of a file; it takes ten times the memory, and about half a minute
+LARGEST_BYTES = 256 * MIB  # of a file; ten times that in memory, and about half a minute
 _MOST_CONTAINERS = 16_000_000  # a snapshot of 100 MB has 2 million lists and dicts
-_MOST_NOTES = 32_000_000  # of what is remembered, and of beginnings: one or two for a container
-_MOST_WAITING = 16_000_000  # of what is in no list or dict yet, a snapshot has some thousands
+_MOST_NOTES = 32_000_000  # of memoised values and open containers: one or two for each container
+_MOST_WAITING = 16_000_000  # of values in no list or dict yet; a snapshot has a few thousand
 
 _RECORD = (
     "make one with torch.cuda.memory._record_memory_history(context='alloc', max_entries=100_000) "
@@ -32,13 +32,13 @@ _RECORD = (
 )
 _FILLED = "it would fill the memory with empty lists and the like; no snapshot does"
 
-# Instructions by their codes, as `pickletools` lists them: how many bytes follow.
+# Instructions by their codes, as in `pickletools`, each with the number of bytes that follow.
 _LENGTHS = {ord(code): length for code, length in {
     "h": 1, "K": 1, "M": 2, "J": 4, "\x8a": 1, "G": 8, "\x8c": 1, "X": 4, "q": 1, "r": 4,
     "\x95": 8,
 }.items()}  # fmt: skip
-_COUNTED = b"\x8a\x8cX"  # what follows is the length of a number or a text, which comes then
-_NUMBERS = {ord("K"): False, ord("M"): False, ord("J"): True, 0x8A: True}  # whether with a sign
+_COUNTED = b"\x8a\x8cX"  # followed by the length of a number or a text, then by its bytes
+_NUMBERS = {ord("K"): False, ord("M"): False, ord("J"): True, 0x8A: True}  # whether signed
 _GET, _LONG_GET, _PUTS, _TEXTS = ord("h"), ord("j"), b"qr", b"\x8cX"
 _FLOAT, _FRAME, _MEMOIZE, _MARK, _STOP = ord("G"), 0x95, 0x94, ord("("), ord(".")
 _LONG_GETS = re.compile(rb"(?:j[\s\S]{4}){1,5000}")  # many in a row: the frames of a stack
@@ -46,7 +46,7 @@ _CONSTANTS = {0x4E: None, 0x88: True, 0x89: False}
 
 
 class NotReadableError(ValueError):
-    """Says in one line why a file cannot be read as a snapshot, and what to do."""
+    """Says in one line why a file cannot be read as a snapshot, and how to record one."""
 
 
 def load(path: Path) -> Any:
@@ -70,7 +70,7 @@ def load(path: Path) -> Any:
 
 
 def load_own(path: Path) -> Any:
-    """Read what this package has written, twenty times as fast; no class is looked up for it."""
+    """Read a file that this package has written, twenty times as fast; it looks up no classes."""
     with path.open("rb") as file:
         return _OfPlainValues(file).load()
 
@@ -97,12 +97,12 @@ def _bytes_of(path: Path) -> bytes:
 
 class _Program:
     def __init__(self) -> None:
-        self._made: list[Any] = []  # what is in no list or dict yet, the newest last
-        self._marks: list[int] = []  # where each list or dict began that is not filled yet
+        self._made: list[Any] = []  # values in no list or dict yet, the newest last
+        self._marks: list[int] = []  # the start of each list or dict that is not filled yet
         self._memo: list[Any] = []
 
     def run(self, data: bytes) -> Any:
-        """Return what it makes; instructions that do not fit together raise whatever they raise."""
+        """Return the value it builds; invalid instructions raise arbitrary errors."""
         made, memo, at, end = self._made, self._memo, 2, len(data)
         while at < end and len(made) <= _MOST_WAITING:
             code = data[at]
@@ -146,7 +146,7 @@ class _Program:
             self._made.append(unpack(">d", operand)[0])
         elif code in _PUTS and int.from_bytes(operand, "little") == len(self._memo):
             self._memo.append(self._made[-1])
-        elif code != _FRAME:  # a place behind the next one of the memo: it has room up to there
+        elif code != _FRAME:  # also a memo index that skips ahead
             raise NotReadableError(_refuse_value(code))
 
     def _compose(self, code: int) -> None:
@@ -189,7 +189,7 @@ def _refuse_value(code: int) -> str:
 
 @contextmanager
 def pause_collection() -> Iterator[None]:
-    """Keep the garbage collector from looking at all objects again for each few new ones."""
+    """Pause the garbage collector, which would visit all objects again and again."""
     was_on = gc.isenabled()
     gc.disable()
     try:

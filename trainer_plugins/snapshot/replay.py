@@ -1,4 +1,4 @@
-"""Repeats the events of a card on a model of its allocator, and compares address by address."""
+"""Repeat the events of a card on a model of its allocator, and compare address by address."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -15,7 +15,7 @@ from trainer_plugins.snapshot.cards import Event
 from trainer_plugins.snapshot.trace import NotModelledError, StartSegment, Trace
 from trainer_plugins.units import MIB
 
-_OUT_OF_THE_WAY = 1 << 50  # no address of a card lies so high
+_OUT_OF_THE_WAY = 1 << 50  # above all addresses of a card
 _MOST_PIECES = 200_000  # no real card has more blocks at the start
 
 
@@ -28,7 +28,7 @@ class ModelCard:
         self._given: tuple[int, int] | None = None
         self._others = _OUT_OF_THE_WAY
         self._blocks: dict[int, Block] = {}
-        self.block_bytes: list[int] = []  # the size of the block that each allocation got
+        self.block_bytes: list[int] = []  # the block size of each allocation
         self._model = AllocatorModel(None, at_first, self)
 
     @property
@@ -41,7 +41,7 @@ class ModelCard:
         return self._model.peak_reserved_bytes
 
     def start(self, capacity_bytes: int | None) -> None:
-        """Count peaks from here on, and reserve no more than this; None is no limit."""
+        """Count peaks from here on, and reserve no more than this; None means no limit."""
         self.block_bytes.clear()
         self._model.rules = self._rules
         self._model.reset_peaks()
@@ -53,7 +53,7 @@ class ModelCard:
 
     def take(self, num_bytes: int) -> int:
         given, self._given = self._given, None
-        # A range for expandable segments is larger than what is mapped of it.
+        # A range for expandable segments is larger than the part mapped.
         if given is not None and given[1] <= num_bytes:
             address = given[0]
         else:
@@ -80,12 +80,12 @@ class ModelCard:
 
 @dataclass
 class Outcome:
-    """Counts what was repeated, and names the first difference."""
+    """Counts the repeated events, and names the first difference."""
 
     allocations: int = 0
     same_address: int = 0
-    growths: int = 0  # allocations that took something from the card
-    peak_bytes: int = 0  # the highest reserved memory of the real card
+    growths: int = 0  # allocations that took memory from the card
+    peak_bytes: int = 0  # the real card's peak reserved memory
     replayed_peak_bytes: int = 0
     first_difference: str | None = None
 
@@ -95,7 +95,7 @@ class Outcome:
 
 
 def capacity_of(trace: Trace) -> int | None:
-    """Return what the process could reserve: what it held where it ran out, and what was left."""
+    """Return the process's limit: its reserved memory at the OOM, plus the card's free memory."""
     pieces = (piece for segment in trace.segments for piece in segment.pieces)
     reserved = sum(size for state, size in pieces if state != "unmapped")
     for event in trace.events:
@@ -109,7 +109,7 @@ def capacity_of(trace: Trace) -> int | None:
 
 
 def replay(trace: Trace, card: ModelCard) -> Outcome:
-    """Bring a card to where the trace begins, repeat each event on it, and compare."""
+    """Bring a card to the start of the trace, repeat each event on it, and compare."""
     return _Replay(trace, card).run()
 
 
@@ -117,8 +117,8 @@ class _Replay:
     def __init__(self, trace: Trace, card: ModelCard) -> None:
         self._trace, self._card = trace, card
         self._outcome = Outcome()
-        self._at: dict[int, int] = {}  # where a block of the trace lies on the replaying card
-        self._segments: list[Event] = []  # taken since the last allocation
+        self._at: dict[int, int] = {}  # addresses of the trace's blocks on the replaying card
+        self._segments: list[Event] = []  # reserved since the last allocation
         self._released = 0  # bytes released since then
         self._reserved = 0  # by the real card
         self._capacity = capacity_of(trace)
@@ -143,7 +143,7 @@ class _Replay:
         return self._outcome
 
     def _begin(self) -> None:
-        """Allocate all pieces first, so that each comes after the last one; then free some."""
+        """Allocate all pieces first, so that each follows the last one; then free some."""
         free: list[int] = []
         unmapped: list[int] = []
         if sum(map(_num_pieces, self._trace.segments)) > _MOST_PIECES:
@@ -170,7 +170,7 @@ class _Replay:
             self._card.free(address)
 
     def _empty_before(self, event: Event | None, position: int) -> None:
-        """Empty the cache where the run did; a card that was full does it by itself."""
+        """Empty the cache where the run did; a full card does so by itself."""
         if not self._released:
             return
         taken = sum(each.num_bytes for each in self._segments)
@@ -180,7 +180,7 @@ class _Replay:
         )
         if not was_full:
             self._card.empty_cache()
-        # If it was full, what is held after the next allocation shows what was released.
+        # If it was full, the reserved memory after the next allocation shows the bytes released.
         if not was_full and self._card.reserved_bytes != self._reserved - taken:
             self._differs(position, "another part of the cache was released")
         self._released = 0
@@ -227,7 +227,7 @@ def _num_pieces(segment: StartSegment) -> int:
 
 
 def _small_pieces(segment: StartSegment) -> Iterator[tuple[str, int]]:
-    """Cut what one allocation of the small pool cannot hold."""
+    """Split pieces too large for one allocation of the small pool."""
     for state, left in segment.pieces:
         while segment.is_small and left > SMALL_BYTES:
             yield state, SMALL_BYTES

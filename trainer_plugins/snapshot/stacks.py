@@ -1,4 +1,4 @@
-"""Reads a stack: during which work memory was taken, and which line of the user's code asked."""
+"""Read a stack: the work during which memory was allocated, and the user's line that asked."""
 
 import re
 from collections.abc import Sequence
@@ -13,15 +13,15 @@ Work = Literal[
     "optimizer", "evaluation", "generation", "parameters", "saving", "gathering", "backward",
     "loss", "forward", "other", "unknown",
 ]  # fmt: skip
-"""What the program was doing; `unknown` if no frame was recorded."""
+"""The program's work at that moment; `unknown` if no frame was recorded."""
 
 NOWHERE = "a place that was not recorded"
 
 _PYTHON = re.compile(r"\.py$|^<ipython-input|^<stdin>|/ipykernel_")
 _NODE = re.compile(r"torch::autograd::generated::(\w+)::apply")
 
-# Which frame tells which work: what its file ends with, and its function; the first rule that
-# meets any frame of a stack decides. Files and names are torch 2.13's and transformers 5.23's.
+# Rules that map frames to work, by the end of the file name and by function; the first rule that
+# matches any frame of a stack decides. Files and names are torch 2.13's and transformers 5.23's.
 _RULES: tuple[tuple[Work, str, str], ...] = (
     ("optimizer", r"/torch/optim/\w+\.py$|/bitsandbytes/optim/|/apex/optimizers/", ""),
     ("optimizer", r"/deepspeed/(?:ops/adam|runtime/.*optimizer|runtime/zero/stage)", "step|init"),
@@ -29,7 +29,7 @@ _RULES: tuple[tuple[Work, str, str], ...] = (
     ("evaluation", "", "^(?:nested_concat|pad_across_processes|_nested_gather|add_batch)$"),
     ("generation", r"/transformers/cache_utils\.py$", ""),
     ("parameters", "", "^(?:from_pretrained|_?load_state_dict|_load_pretrained_model)$"),
-    # a thread loads, which no `from_pretrained` has called
+    # run by a loading thread, without `from_pretrained` in its stack
     ("parameters", r"/transformers/core_model_loading\.py$", ""),
     ("parameters", r"/peft/utils/other\.py$", "^prepare_model_for_kbit_training$"),
     ("parameters", r"/accelerate/accelerator\.py$", "^prepare_model$|^_prepare_fsdp2$"),
@@ -39,7 +39,7 @@ _RULES: tuple[tuple[Work, str, str], ...] = (
         "",
         "^(?:state_dict|_get_model_state_dict|_?save_checkpoint|_?save_model|save_pretrained)$",
     ),
-    # FSDP2, FSDP1 and ZeRO-3 make a layer's parameters whole for a while
+    # FSDP2, FSDP1 and ZeRO-3 gather a layer's parameters for a while
     ("backward", r"/distributed/fsdp/", "^_?post_backward(?:_hook)?$"),
     ("backward", r"/deepspeed/runtime/zero/stage", "reduce|ipg"),
     ("gathering", r"/distributed/fsdp/_fully_shard/", "unshard|all_gather|unsharded_param"),
@@ -49,7 +49,7 @@ _RULES: tuple[tuple[Work, str, str], ...] = (
     ("loss", "/transformers/loss/", ""),
     ("loss", "", "cross_entropy"),
     ("loss", r"/chunked_logprob\.py$|/liger_kernel/chunked_loss/", ""),
-    # what the outermost module returns, as it is used for the loss
+    # the outermost module's output, as the loss uses it
     ("loss", r"/accelerate/utils/operations\.py$", "^_convert_to_fp32$"),
 )
 _HEAD = re.compile(r"logit|lm_head|logps|log_?probs?|log_softmax")
@@ -61,10 +61,10 @@ _MOST_LINES = 4
 
 
 class Meaning(NamedTuple):
-    """Holds what one stack shows."""
+    """Holds the work and the place of one stack."""
 
     work: Work
-    place: str  # the innermost line outside of libraries, as people name it
+    place: str  # the innermost line outside libraries, as people name it
 
 
 def meaning_of(stack: Stack) -> Meaning:
@@ -86,12 +86,12 @@ def line_of(frame: StackFrame) -> str:
 
 
 def is_python(frame: StackFrame) -> bool:
-    """Return whether it is a frame of Python, and not of C++."""
+    """Return whether a frame is Python, not C++."""
     return _PYTHON.search(frame.file) is not None
 
 
 def _read(stack: Stack) -> tuple[list[StackFrame], list[StackFrame]]:
-    """Return all frames, and those of Python, without this package's if there are others."""
+    """Return all frames, and the Python ones, without this package's if there are others."""
     frames = [frame._replace(file=frame.file.replace("\\", "/")) for frame in stack]
     python = [frame for frame in frames if is_python(frame)]
     return frames, [frame for frame in python if not is_ours(frame.file)] or python
@@ -108,14 +108,14 @@ def _work(frames: Sequence[StackFrame], python: Sequence[StackFrame]) -> Work:
         return "backward"
     if _is_head(python):
         return "loss"
-    if in_module:  # also what a checkpoint computes again, within the backward pass
+    if in_module:  # including a checkpoint's recomputation within the backward pass
         return "forward"
     makes = any(frame.name == "__init__" or _makes_parameters(frame) for frame in python)
     return "parameters" if makes else "other"
 
 
 def _is_head(python: Sequence[StackFrame]) -> bool:
-    """Return whether it is the head's: by its name, or called by the outermost module itself."""
+    """Return whether the head allocated: by its name, or called by the outermost module itself."""
     of_layer = takewhile(lambda frame: frame.name != "_call_impl", python)
     inner = [frame.name for frame in of_layer if not OF_TORCH.search(frame.file)]
     if any(map(_HEAD.search, inner[:2])):
@@ -132,7 +132,6 @@ def _is_engine(frame: StackFrame) -> bool:
 
 
 def _is_function_backward(python: Sequence[StackFrame]) -> bool:
-    """Return whether it is the backward of a function that a library or the user wrote."""
     return any(
         inner.name == "backward" and outer.file.endswith("/torch/autograd/function.py")
         for inner, outer in pairwise(python)
@@ -147,7 +146,7 @@ def _makes_parameters(frame: StackFrame) -> bool:
 
 def _place(frames: Sequence[StackFrame], python: Sequence[StackFrame]) -> str:
     own = next((frame for frame in python if is_users(frame.file)), None)
-    # A model of transformers is not the user's code, but tells more than `trainer.train()`.
+    # A transformers model is not the user's code, but says more than `trainer.train()`.
     innermost = next((frame for frame in python if not OF_TORCH.search(frame.file)), own)
     if own is not None and innermost is not None:
         return line_of(own) if innermost is own else f"{line_of(innermost)}, of {line_of(own)}"

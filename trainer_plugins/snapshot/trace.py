@@ -21,7 +21,7 @@ class StartSegment(NamedTuple):
     address: int
     stream: int
     is_small: bool
-    pieces: tuple[tuple[State, int], ...]  # what lies in it, without a hole: state and bytes
+    pieces: tuple[tuple[State, int], ...]  # its contents, without a hole: state and bytes
 
     def used(self) -> Iterator[tuple[int, int]]:
         """Yield the address and the bytes of each block in use."""
@@ -36,7 +36,7 @@ class StartSegment(NamedTuple):
 class Trace:
     """Holds the events of one card, and its segments at the first of them."""
 
-    source: str  # the repository, the commit and the path, or the file
+    source: str  # the repository, commit and path, or the file
     expandable: bool
     segments: tuple[StartSegment, ...]
     events: tuple[Event, ...]
@@ -47,12 +47,12 @@ class NotModelledError(ValueError):
 
 
 def find_first_known(card: SnapshotCard) -> int:
-    """Return the first event after which all are known."""
+    """Return the first event from which on the recording has no gap."""
     return 0 if has_lost_its_end(card) else _undo_to_gap(card)
 
 
 def _undo_to_gap(card: SnapshotCard) -> int:
-    """Undo the events back to the first gap: a program stopped recording, and began again."""
+    """Undo the events back to the first gap, where a program paused recording."""
     live = {
         block.address for segment in card.segments for block in segment.blocks if block.is_active
     }
@@ -66,10 +66,10 @@ def _undo_to_gap(card: SnapshotCard) -> int:
 
 
 def has_lost_its_end(card: SnapshotCard) -> bool:
-    """Return whether recording was stopped before the dump: most events do not fit the segments."""
+    """Return whether recording stopped before the dump: most events do not fit the segments."""
     if _undo_to_gap(card) <= len(card.events) / 2:
         return False
-    last: dict[int, str] = {}  # what happened at an address
+    last: dict[int, str] = {}  # the last action at each address
     for event in card.events:
         if event.action in _CHANGES:
             if last.get(event.address) == event.action:
@@ -79,7 +79,7 @@ def has_lost_its_end(card: SnapshotCard) -> bool:
 
 
 def trace_of(card: SnapshotCard, source: str) -> Trace:
-    """Undo the events of a card, as far as all are known, or raise NotModelledError."""
+    """Undo the events of a card, as far as they are complete, or raise NotModelledError."""
     if any(segment.is_private for segment in card.segments):
         raise NotModelledError("it has private pools (of CUDA graphs), which are not modelled")
     has_expandable = card.has_mapped or any(each.is_expandable for each in card.segments)
@@ -95,11 +95,11 @@ class _Start:
     def __init__(self, card: SnapshotCard, events: Sequence[Event], expandable: bool) -> None:
         self._expandable = expandable
         self._events = events
-        self._live: dict[int, int | None] = {}  # sizes of blocks; None if only the request is known
+        self._live: dict[int, int | None] = {}  # block sizes; None if only the request is known
         self._requested: dict[int, int] = {}
         self._taken: dict[int, tuple[int, int, bool]] = {}  # segments: bytes, stream, small
         self._mapped = _Ranges()
-        self._ranges: dict[int, tuple[int, bool]] = {}  # stream and small, by some address
+        self._ranges: dict[int, tuple[int, bool]] = {}  # stream and pool, by some address
         for segment in card.segments:
             if expandable:
                 self._mapped.add(segment.address, segment.address + segment.num_bytes)
@@ -139,7 +139,7 @@ class _Start:
             yield StartSegment(start, stream, is_small, tuple(pieces))
 
     def _first_behind(self, addresses: list[int]) -> dict[int, int]:
-        """Return where the first allocation after a live block lies, in its segment."""
+        """Return the first later allocation behind each live block, in its segment."""
         found: dict[int, int] = {}
         gone: set[int] = set()
         starts = sorted(self._taken)
@@ -161,8 +161,8 @@ class _Start:
     ) -> Iterator[tuple[State, int]]:
         """Cut a range into its blocks.
 
-        A block that was freed within the trace has the size of its request, plus in the large pool
-        a rest of 1 MiB or less, which the allocator does not cut off.
+        A block that was freed within the trace has the size of its request; in the large pool, plus
+        a rest of 1 MiB or less, which the allocator does not split off.
         """
         position = start
         for address, following in pairwise([*inside, end]):
@@ -181,7 +181,7 @@ class _Start:
             yield "free", end - position
 
     def _cut_ranges(self) -> Iterator[StartSegment]:
-        """Cut each range of addresses into pieces; there is one for a stream and a pool."""
+        """Cut each range of addresses into pieces; each stream and pool has its own range."""
         addresses, mapped = sorted(self._live), self._mapped.join()
         known = sorted(self._ranges.items())
         starts = known[:1] + [after for before, after in pairwise(known) if before[1] != after[1]]
@@ -223,7 +223,7 @@ class _Ranges:
         return [(low, self._highs[low]) for low in self._lows]
 
     def join(self) -> list[tuple[int, int]]:
-        """Return the ranges in order; those that touch are one."""
+        """Return the ranges in order, joining adjacent ones."""
         joined: list[tuple[int, int]] = []
         for low, high in self.apart():
             if joined and low <= joined[-1][1]:
@@ -233,7 +233,7 @@ class _Ranges:
 
 
 def ranges_after(card: SnapshotCard, position: int) -> list[tuple[int, int]]:
-    """Return where memory was reserved after an event: first and last address of each segment."""
+    """Return the first and last address of each reserved segment after an event."""
     ranges = _Ranges()
     for segment in card.segments:
         ranges.add(segment.address, segment.address + segment.num_bytes)

@@ -1,1 +1,1 @@
-"""The frozen base of a run waits in main memory, and is on the card a few layers at a time."""
+"""Keeps the frozen base of a run in main memory, with a few layers at a time on the card."""

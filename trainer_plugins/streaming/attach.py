@@ -1,4 +1,4 @@
-"""Stream the frozen base of a Trainer's model, or say why that cannot be."""
+"""Streams the frozen base of a Trainer's model, or explains why it cannot."""
 
 from collections.abc import Iterator
 
@@ -21,31 +21,32 @@ def stream_base(
     with_embeddings: bool = False,
     allow_generation: bool = False,
 ) -> Stream:
-    """Keep the frozen base of a Trainer's model in main memory, and a few layers of it on the card.
+    """Keep the frozen base of a Trainer's model in main memory, with only a few layers on the card.
 
-    Each layer comes to the card before it computes, and again before its backward; the next one is
-    copied meanwhile. Weights, losses and gradients are those of a run without it, bit for bit. It
-    is for LoRA and QLoRA: what is trained stays on the card.
+    Each layer is copied to the card before its forward pass and again before its backward pass,
+    while the previous one computes. Weights, losses and gradients stay the same, bit for bit. Use
+    it for LoRA and QLoRA: trainable parameters stay on the card.
 
-    Cost: main memory of the base's size on each rank, pinned on CUDA. Each micro-batch copies the
-    base over the bus twice, except for the layers that stay; prefer rows to gradient accumulation.
-    An 8B on an H100 took 1.02 to 1.46 times as long (docs/internals/measured.md).
+    Cost: main memory the size of the base on each rank, pinned on CUDA. Each micro-batch copies the
+    base over the bus twice, except for the resident layers, so prefer a larger micro-batch to
+    gradient accumulation. An 8B on an H100 took 1.02 to 1.46 times as long (docs/internals/measured.md).
 
     Args:
-        trainer: a `Trainer` of transformers or TRL; alone or under DDP. To stream a base that does
-            not fit, use the callback `StreamBase`: a Trainer moves its model when it is built.
-        resident_layers: how many layers are on the card at most. From 2 on the next one is copied
+        trainer: a `Trainer` of transformers or TRL, alone or under DDP. If the base does not fit
+            on the card at all, use the callback `StreamBase`: a Trainer moves its model when it is
+            built.
+        resident_layers: the most layers on the card at once. From 2 on, the next one is copied
             while one computes.
         with_embeddings: stream the embeddings and the head too, unless they are tied, each as one
-            more layer. They are large: count them when you choose `resident_layers`.
-        allow_generation: stream also if the run generates, which copies the base for each token.
+            more layer. They are large: consider them when you choose `resident_layers`.
+        allow_generation: stream even if the run generates, which copies the base for each token.
 
     Returns:
-        The stream: `remove()`, or the end of its `with` block, brings the base to the card and ends
-        the streaming. `model.cpu()` ends it in main memory.
+        The stream. `remove()`, or the end of its `with` block, brings the base to the card and
+        ends the streaming. `model.cpu()` ends it in main memory.
 
     Raises:
-        ValueError: a run that cannot be streamed, with every reason. Nothing is changed then.
+        ValueError: the run cannot be streamed; the message gives every reason. Nothing is changed.
     """
     reasons = refusals(trainer, trainer.model, resident_layers, allow_generation)
     reasons = reasons or main_memory_lacks(trainer.model, trainer.args.device)
@@ -90,8 +91,8 @@ def model_refusals(model: nn.Module, resident_layers: int) -> Iterator[str]:
 
 
 def main_memory_lacks(model: nn.Module, device: torch.device) -> list[str]:
-    """Say if the copies that have to be made do not fit into main memory; empty if they do."""
-    is_copied = device.type == "cuda"  # into pinned memory, from wherever they are
+    """Return a reason if the copies do not fit into main memory; empty if they do."""
+    is_copied = device.type == "cuda"  # to pinned memory, wherever they are
     weights = [one for _, layer in frozen_weights(model) for one in layer]
     needed_bytes = sum(one.nbytes for one in weights if is_copied or one.device.type != "cpu")
     free_bytes = open_device("cpu").read().free_bytes
@@ -104,7 +105,7 @@ def main_memory_lacks(model: nn.Module, device: torch.device) -> list[str]:
 
 
 def report_begin(stream: Stream, why: str = "") -> Finding:
-    """Say that a base is streamed, what that costs, and `why` it began if the user did not ask."""
+    """Report that a base is streamed, the cost, and `why` it began if the user did not ask."""
     once = stream.num_bytes - stream.resident_bytes
     return Finding(
         code="base-streamed",

@@ -1,4 +1,4 @@
-"""Guard weights that may be away: others see their shape at once, and their right value."""
+"""Guards weights that may be absent: others see their shape at once, and the right values."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -11,19 +11,19 @@ from trainer_plugins.wrapped import tensors_in
 _OF_THE_PARAMETER = re.compile(
     "requires_grad_?|grad|grad_fn|is_leaf|_is_view|_base|_version|register_hook|_backward_hooks"
     "|_post_accumulate_grad_hooks|_has_compatible_shallow_copy_type"
-)  # functions of torch that ask what the parameter is, and read no byte
+)  # functions of torch that ask about the parameter and read no bytes
 
 _OF_THE_SHAPE = re.compile(
     "shape|size|dim|ndim|numel|nelement|stride|is_contiguous|dtype|is_floating_point|is_complex"
     "|element_size|itemsize|nbytes|device|get_device|is_cuda|is_cpu|is_meta|layout|untyped_storage"
-)  # functions of torch that ask how the weight lies in memory, and read no byte
+)  # functions of torch that ask about the layout in memory and read no bytes
 
 
 class Guarded:
-    """Answers for a parameter whose bytes may be away. Mixed into its class while it is streamed.
+    """Answers for a parameter whose bytes may be absent. Mixed into its class while streamed.
 
-    Other code than the layer's own gets the right value too: the layer comes to the card, and stays
-    while that value lives. What it writes is kept.
+    Code outside the layer also gets the right value: the layer comes to the card, and stays while
+    that value lives. Writes to the value are kept.
     """
 
     keeper: Any  # the `Stream` of its model, which imports this file
@@ -40,18 +40,18 @@ class Guarded:
             return _answer(cls.keeper, func, args, kwargs or {})
 
     def to(self, *args: Any, **kwargs: Any) -> object:
-        """Move or convert the weight. bitsandbytes has a `to` of its own, which makes a new one."""
+        """Move or convert the weight. bitsandbytes' own `to` makes a new weight."""
         assert isinstance(self, torch.nn.Parameter)
         if _changes_nothing(self, *args, **kwargs):
             return self
         device, *_ = torch._C._nn._parse_to(*args, **kwargs)
         if hasattr(self, "quant_state") and device is not None and device.type == "cpu":
-            self.keeper.leave()  # the scales move in place, and the weight has to go with them
+            self.keeper.leave()  # the scales move in place, so the weight must follow
             return self
         return super().to(*args, **kwargs)  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, object]) -> object:
-        """Copy the weight as what it was: the copy is not streamed."""
+        """Copy the weight with its original class: the copy is not streamed."""
         assert isinstance(self, torch.nn.Parameter)
         guard, weight = type(self), self.keeper.weight_of(self)
         self.keeper.bring([weight])
@@ -66,7 +66,7 @@ class Guarded:
 
 
 def make_guarded(kind: type, keeper: Any) -> type:
-    """Return a subclass that guards weights, with the same name: libraries recognise it."""
+    """Return a subclass that guards weights. It keeps the name, which libraries check."""
     return type(kind.__name__, (Guarded, kind), {"__module__": kind.__module__, "keeper": keeper})
 
 
@@ -90,14 +90,14 @@ def _answer(
     if name == "detach" and keeper.is_saving:
         return keeper.weight_of(args[0]).host.detach()
     if name == "data_ptr":
-        return keeper.weight_of(args[0]).host.data_ptr()  # two weights never have the same
+        return keeper.weight_of(args[0]).host.data_ptr()  # always different for two weights
     if is_set and name == "data":
         _set(keeper, *args)
         return None
     keeper.bring(weights.values())
     theirs = {key: weight.on_card.detach() for key, weight in weights.items()}
     result = func(*_replace(args, theirs), **_replace(kwargs, theirs))
-    if any(result is one for one in theirs.values()):  # of a function in place
+    if any(result is one for one in theirs.values()):  # from an in-place function
         result = args[0]
     del theirs
     keeper.lend(weights.values(), is_written=_writes(name, kwargs))
@@ -105,7 +105,7 @@ def _answer(
 
 
 def _set(keeper: Any, shown: torch.Tensor, value: torch.Tensor) -> None:
-    """Write through what is assigned to `weight.data`; a weight on the CPU ends the streaming."""
+    """Write an assignment to `weight.data` through; a weight on the CPU ends the streaming."""
     weight = keeper.weight_of(shown)
     if value is shown:
         return
@@ -127,7 +127,7 @@ def _set(keeper: Any, shown: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _changes_nothing(shown: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
-    """Return whether a `.to()` asks for the device and the dtype that the weight has."""
+    """Return whether `.to()` asks for the device and dtype that the weight already has."""
     if kwargs.pop("copy", False):
         return False
     device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
@@ -136,7 +136,7 @@ def _changes_nothing(shown: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
 
 
 def _writes(name: str, kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a function writes to its tensors, by its name."""
+    """Return whether a function writes to its tensors, judging by its name."""
     is_in_place = name.endswith("_") and not name.endswith("__")
     is_operator = name.startswith("__i") and name not in ("__int__", "__index__", "__invert__")
     return is_in_place or is_operator or name == "__setitem__" or "out" in kwargs

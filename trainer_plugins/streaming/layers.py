@@ -1,4 +1,4 @@
-"""Find the repeated layers of a model, and the frozen weights that are theirs alone."""
+"""Finds the repeated layers of a model, and the frozen weights that only they use."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
-# others (int8 of bitsandbytes, DTensor, torchao) keep other tensors with the weight
+# others (int8 of bitsandbytes, DTensor, torchao) keep further tensors with the weight
 _KINDS = ("Parameter", "Params4bit")
 
 
 def find_repeated_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the members of the outermost lists of modules in which a class comes twice."""
+    """Return the members of the outermost module lists in which a class occurs twice."""
     found: list[nn.Module] = []
     for child in model.children():
         members = list(child.children())
@@ -27,10 +27,10 @@ def find_repeated_layers(model: nn.Module) -> list[nn.Module]:
 def frozen_weights(
     model: nn.Module, with_embeddings: bool = False
 ) -> Iterator[tuple[nn.Module, list[torch.Tensor]]]:
-    """Yield each layer that has frozen matrices, and those that no other module shares.
+    """Yield each layer that has frozen matrices, with those that no other module shares.
 
-    Untied embeddings and head come first and last, if asked for. Vectors stay on the card. The
-    scales of a matrix of 4 bits are no parameter, and go with it.
+    If requested, untied embeddings and head come first and last. Vectors stay on the card. The
+    scales of a 4-bit matrix are not parameters, and go with it.
     """
     layers = find_repeated_layers(model)
     if with_embeddings and layers:
@@ -52,14 +52,14 @@ def frozen_weights(
 
 
 def _get_embeddings(model: Any, getter: str) -> list[nn.Module]:
-    """Return the embeddings, or the head, of a model that has some."""
+    """Return the embeddings, or the head, of a model, if it has any."""
     found = getattr(model, getter)() if hasattr(model, getter) else None
     return [found] if isinstance(found, nn.Module) else []
 
 
 def is_streamable(weight: nn.Parameter) -> bool:
     """Return whether a weight is a frozen matrix of a known kind."""
-    is_quantised = getattr(weight, "bnb_quantized", True)  # if not, its first move does that
+    is_quantised = getattr(weight, "bnb_quantized", True)  # if not, its first move quantises it
     return (
         type(weight).__name__ in _KINDS
         and not weight.requires_grad
@@ -70,7 +70,7 @@ def is_streamable(weight: nn.Parameter) -> bool:
 
 
 def _scales(weights: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield the scales of matrices of 4 bits: one number for 64 weights."""
+    """Yield the scales of 4-bit matrices: one number per 64 weights."""
     for weight in weights:
         state = getattr(weight, "quant_state", None)
         if state is not None:

@@ -1,4 +1,4 @@
-"""Stream the frozen weights of a model's layers: they come to the card when they are needed."""
+"""Streams the frozen weights of a model's layers to the card just before they are used."""
 
 import functools
 import logging
@@ -24,13 +24,11 @@ _NAME = "_streamed_by"
 
 
 def stream_of(model: nn.Module) -> "Stream | None":
-    """Return what streams a model; None if it is not streamed."""
+    """Return the stream of a model; None if it is not streamed."""
     return getattr(model, _NAME, None)
 
 
 class _Layer:
-    """Holds the frozen weights of one layer."""
-
     def __init__(self, weights: list[StreamedWeight]) -> None:
         self.weights = weights
         self.num_bytes = sum(weight.num_bytes for weight in weights)
@@ -38,7 +36,7 @@ class _Layer:
         self._ready: torch.cuda.Event | None = None
 
     def fetch(self, stream: torch.cuda.Stream | None) -> None:
-        """Take memory on the card and fill it; on a side stream, `wait` waits for that."""
+        """Allocate memory on the card and fill it; with a side stream, call `wait` before use."""
         try:
             for weight in self.weights:
                 weight.allocate()
@@ -49,7 +47,7 @@ class _Layer:
             for weight in self.weights:
                 weight.fill()
             return
-        # The memory may have been another layer's, whose kernels still run.
+        # The memory may have been another layer's, whose kernels are still running.
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for weight in self.weights:
@@ -57,37 +55,37 @@ class _Layer:
             self._ready = stream.record_event()
 
     def wait(self) -> None:
-        """Let later kernels wait for the copy."""
+        """Make later kernels wait for the copy."""
         if self._ready is not None:
             torch.cuda.current_stream().wait_event(self._ready)
             self._ready = None
 
     def drop(self) -> None:
-        """Free the memory on the card; what was written there is kept."""
-        self.wait()  # a layer fetched in vain: its copy ends before its memory is another's
+        """Free the memory on the card, keeping anything written there."""
+        self.wait()  # if fetched in vain, finish the copy before the memory is reused
         self.write_back()
         self.is_written = False
         for weight in self.weights:
             weight.drop()
 
     def write_back(self) -> None:
-        """Copy the weights to main memory if they may have been written on the card."""
+        """Copy the weights to main memory if they may have been modified on the card."""
         if self.is_written:
             for weight in self.weights:
                 weight.write_back()
 
     @property
     def is_held(self) -> bool:
-        """Return whether other code has a tensor on the storage of a weight."""
+        """Return whether other code holds a tensor on the storage of a weight."""
         return any(weight.is_held for weight in self.weights)
 
 
 class Stream:
-    """Streams the frozen weights of one model until `remove` is called, or its `with` block ends.
+    """Streams the frozen weights of one model until `remove` is called or its `with` block ends.
 
-    A layer is fetched before its forward, and again when the gradient of its output is known: that
-    is before its backward, and before its activations are computed again. While it computes, the
-    next one is fetched. The layer that was used longest ago leaves the card.
+    A layer is fetched before its forward pass, and again when the gradient of its output is known:
+    before its backward pass, and before any recomputation of its activations. The next layer is
+    fetched while it computes. The least recently used layer leaves the card.
     """
 
     def __init__(
@@ -97,14 +95,14 @@ class Stream:
         resident_layers: int = 2,
         with_embeddings: bool = False,
     ) -> None:
-        self.num_fetched = self.fetched_bytes = 0  # how many layers were copied so far
+        self.num_fetched = self.fetched_bytes = 0  # layers and bytes copied so far
         self.resident_layers, self.with_embeddings = resident_layers, with_embeddings
-        self.is_saving = False  # while a layer is asked for its `state_dict`
+        self.is_saving = False  # while a layer's `state_dict` is taken
         self._device = torch.empty(0, device=device).device  # with its index
         self._model = model
-        self._undo = Patches()  # of hooks, classes and attributes
+        self._undo = Patches()  # restores hooks, classes and attributes
         self._here: OrderedDict[int, None] = OrderedDict()
-        self._depth = 0  # how many layers compute forward now, one inside another
+        self._depth = 0  # number of nested layers in their forward pass
         is_cuda = self._device.type == "cuda"
         self._side = torch.cuda.Stream() if is_cuda else None  # type: ignore[no-untyped-call]
         self._guards: dict[type, type] = {}
@@ -114,7 +112,7 @@ class Stream:
         try:
             for module, shown in frozen_weights(model, with_embeddings):
                 self._add(module, shown, pins)
-            nn.Module.to(model, self._device)  # models of bitsandbytes refuse their own
+            nn.Module.to(model, self._device)  # bitsandbytes models reject their own `to`
             self._move_tables(self._device)
         except BaseException:
             self._undo.close()
@@ -123,7 +121,7 @@ class Stream:
             raise
         part: Any
         for part in model.modules():
-            if "hf_device_map" in vars(part):  # of `from_pretrained(device_map="cpu")`
+            if "hf_device_map" in vars(part):  # from `from_pretrained(device_map="cpu")`
                 part.hf_device_map = {"": self._device.index}
         names = [name for name, one in model.named_parameters() if id(one) in self._weights]
         ignored = self._undo.enter_context(Patches(keeps_later=True))
@@ -136,18 +134,18 @@ class Stream:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of all streamed weights, which are in main memory."""
+        """Return the size of all streamed weights, which are in main memory."""
         return sum(layer.num_bytes for layer in self._layers)
 
     @property
     def resident_bytes(self) -> int:
-        """Return the bytes on the card, if its layers are the largest."""
+        """Return the bytes on the card if the largest layers are resident."""
         sizes = sorted((layer.num_bytes for layer in self._layers), reverse=True)
         return sum(sizes[: self.resident_layers])
 
     @property
     def is_computing(self) -> bool:
-        """Return whether a layer computes forward or backward now."""
+        """Return whether a layer is computing, forward or backward."""
         return self._depth > 0 or _is_in_backward()
 
     def __enter__(self) -> "Stream":
@@ -157,15 +155,14 @@ class Stream:
         self.remove()
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        """Leave it out of a copy, and of a pickle, of the model: they are not streamed."""
+        """Omit the stream from copies and pickles of the model: they are not streamed."""
         return type(None), ()
 
     def weight_of(self, shown: torch.Tensor) -> StreamedWeight:
-        """Return the weight behind a streamed parameter."""
         return self._weights[id(shown)]
 
     def get_copy(self, shown: torch.Tensor) -> torch.Tensor:
-        """Return the copy of a streamed tensor; any other tensor is returned unchanged."""
+        """Return the main-memory copy of a streamed tensor; return any other tensor unchanged."""
         weight = self._weights.get(id(shown))
         return shown if weight is None else weight.host
 
@@ -185,20 +182,20 @@ class Stream:
             self._layers[number].wait()
 
     def lend(self, weights: Iterable[StreamedWeight], is_written: bool) -> None:
-        """Remember that other code may write to these weights, or has just done so."""
+        """Remember that other code may write to these weights, or just has."""
         for weight in weights:
             layer = self._layers[weight.layer]
             layer.is_written = layer.is_written or is_written or weight.is_held
 
     def release(self) -> None:
-        """Take every layer off the card, as after an error, except those that other code holds."""
+        """Take every layer off the card, for example after an error, unless other code holds it."""
         self._make_room(0)
 
     def remove(self) -> None:
-        """Bring everything to the card, and end the streaming. A second call does nothing.
+        """Bring everything to the card and end the streaming. A second call does nothing.
 
         Raises:
-            torch.OutOfMemoryError: it does not fit there. Then nothing has changed.
+            torch.OutOfMemoryError: it does not fit on the card. Nothing has changed then.
         """
         if stream_of(self._model) is not self:
             return
@@ -210,7 +207,7 @@ class Stream:
         self._undo.close()
 
     def leave(self) -> None:
-        """End the streaming, with every weight in main memory."""
+        """End the streaming, leaving every weight in main memory."""
         for layer in self._layers:
             layer.wait()
             layer.write_back()
@@ -220,7 +217,7 @@ class Stream:
         self._move_tables("cpu")
 
     def _move_tables(self, device: torch.device | str) -> None:
-        """Move the tables of bitsandbytes' weights, which move only with their weight."""
+        """Move the tables of bitsandbytes weights, which otherwise move only with their weight."""
         for weight in self._weights.values():
             if (state := getattr(weight.shown, "quant_state", None)) is not None:
                 state.to(device)
@@ -236,7 +233,7 @@ class Stream:
                 self._undo.callback(setattr, one, "__class__", kind)
                 one.__class__ = self._guards[kind]
         self._layers.append(_Layer([self._weights[id(one)] for one in shown]))
-        hooked: Any = module  # torch's hooks are not typed
+        hooked: Any = module  # torch does not type its hooks
         leave = _Hook(self._leave, number)
         for handle in (
             hooked.register_forward_pre_hook(_Hook(self._enter, number)),
@@ -248,17 +245,17 @@ class Stream:
 
     def _enter(self, number: int, *_: object) -> None:
         self._depth += 1
-        self.is_saving = False  # a `state_dict` that raised has left it
+        self.is_saving = False  # a `state_dict` that raised left it set
         self.need(number)
 
     def _leave(
         self, number: int, _: object, args: object, kwargs: object, output: object = None
     ) -> None:
-        """Let the layer be fetched again as soon as the gradient of one of its outputs is known."""
+        """Fetch the layer again as soon as the gradient of one of its outputs is known."""
         self._depth -= 1
         if not torch.is_grad_enabled():
             return
-        # Of what goes through all layers (T5's position_bias) the gradient is known last.
+        # A value passed through all layers (T5's position_bias) gets its gradient last.
         passed_on = {id(one) for one in tensors_in((args, kwargs))}
         one: Any
         for one in tensors_in(output):
@@ -268,14 +265,14 @@ class Stream:
     def _prepare_state_dict(self, number: int, *_: object) -> None:
         layer = self._layers[number]
         if not all(isinstance(weight.shown, nn.Parameter) for weight in layer.weights):
-            self.bring(layer.weights)  # bitsandbytes writes its scales, too
+            self.bring(layer.weights)  # bitsandbytes writes its scales too
         layer.write_back()
         self.is_saving = True
 
     def _fill_state_dict(
         self, number: int, _: object, state: dict[str, Any], prefix: str, *__: object
     ) -> None:
-        """Return the copies in main memory: a file would get no bytes of an absent weight."""
+        """Put the main-memory copies into the state dict: absent weights would be saved empty."""
         self.is_saving = False
         host = {
             weight.on_card.untyped_storage()._cdata: weight.host
@@ -287,7 +284,7 @@ class Stream:
                 state[name] = host.get(value.untyped_storage()._cdata, value)
 
     def _bring(self, numbers: list[int]) -> None:
-        """Bring these layers to the card; the last one counts as used last."""
+        """Bring these layers to the card; the last one counts as most recently used."""
         absent = [number for number in numbers if number not in self._here]
         self._make_room(self.resident_layers - len(absent), keep=numbers)
         for number in absent:
@@ -299,7 +296,7 @@ class Stream:
             self._here.move_to_end(number)
 
     def _make_room(self, num_left: int, keep: Iterable[int] = ()) -> None:
-        """Take layers off the card, the one used longest ago first, until `num_left` are left."""
+        """Take layers off the card, least recently used first, until `num_left` remain."""
         for number in list(self._here):
             if len(self._here) <= num_left:
                 return
@@ -310,7 +307,7 @@ class Stream:
 
 
 class _Hook(functools.partial[None]):
-    """Calls a method for one layer; in a copy of the module, and in a pickle, it does nothing."""
+    """Calls a method for one layer. In copies and pickles of the module it does nothing."""
 
     def __reduce__(self) -> tuple[type["_Hook"], tuple[Callable[..., None]]]:
         return _Hook, (_do_nothing,)
@@ -321,7 +318,7 @@ def _do_nothing(*_: object) -> None:
 
 
 def _is_in_backward() -> bool:
-    """Return whether autograd runs in this thread, also while it computes activations again."""
+    """Return whether autograd is running in this thread, including recomputation."""
     return torch._C._current_graph_task_id() != -1
 
 

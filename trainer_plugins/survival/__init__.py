@@ -1,4 +1,4 @@
-"""Survival: a step that runs out of memory is finished in pieces, with exactly its gradient."""
+"""Survival: finishes a step that runs out of memory in pieces, with exactly its gradient."""
 
 from trainer_plugins.survival.attach import Survival, SurviveOOM, survive_oom
 

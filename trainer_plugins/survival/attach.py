@@ -1,4 +1,4 @@
-"""survive_oom: attach to a Trainer, by a call or as the callback SurviveOOM; detach again."""
+"""survive_oom: attaches survival to a Trainer, by a call or by the callback SurviveOOM."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -32,17 +32,17 @@ logger = logging.getLogger(__name__)
 
 
 class Survival:
-    """Lets a Trainer survive until `detach` is called, or until its `with` block ends."""
+    """Keeps a Trainer surviving OOMs until `detach` is called or its `with` block ends."""
 
     def __init__(self, trainer: Trainer, engine: Engine | None) -> None:
         self._trainer, self._engine = trainer, engine
         if engine is not None:
             engine.attach()
-            if trainer.is_in_train:  # else it signs when training begins
+            if trainer.is_in_train:  # otherwise it signs when training begins
                 memo_of(trainer).roll_call.sign()
 
     def detach(self) -> None:
-        """Restore the methods, remove the callback, switch off what was switched on; only once."""
+        """Restore the methods, remove the callback, and switch off our rungs; only once."""
         if self._engine is None:
             return
         self._engine.detach()
@@ -73,37 +73,40 @@ def survive_oom(
 ) -> Survival:
     """Let a Trainer finish its step with the exact gradient when a micro-batch does not fit.
 
-    The micro-batch is divided and computed piece by piece; what a backward pass had finished when
-    it failed is kept. Optimizer steps, effective batch and learning rates stay as they are, nothing
-    is repeated or left out, and the size that fits is remembered, even in checkpoints. If
-    everything fits it costs nothing. Call it before `trainer.train()`.
+    survive_oom splits the micro-batch and computes it piece by piece, keeping whatever a failed
+    backward pass had finished. Optimizer steps, effective batch size and learning rates stay the
+    same, and no example is repeated or left out. It remembers the size that fits, even in
+    checkpoints. If everything fits it costs nothing. Call it before `trainer.train()`:
+
+        survive_oom(trainer)
+        trainer.train()
 
     Args:
         trainer: a `Trainer`, `Seq2SeqTrainer`, one of sentence-transformers, or TRL's SFT, DPO,
-            KTO, ORPO, CPO, GKD, Reward, GRPO or RLOO trainer; in one process, under DDP, FSDP2
-            and DeepSpeed ZeRO.
-        min_micro_batch: examples (rows, pairs, packed sequences) below which nothing is divided.
-        ladder: what to switch on, in order, when even the smallest piece does not fit:
-            "checkpointing"; "offload", with which activations wait in main memory (not under FSDP2
-            and ZeRO-3); and only if you name it "stream", with which the frozen base waits there
+            KTO, ORPO, CPO, GKD, Reward, GRPO or RLOO trainer; in one process, or under DDP, FSDP2
+            or DeepSpeed ZeRO.
+        min_micro_batch: the fewest examples (rows, pairs, packed sequences) in a piece.
+        ladder: the measures to switch on, in order, when even the smallest piece does not fit:
+            "checkpointing"; "offload", which keeps activations in main memory (not under FSDP2
+            and ZeRO-3); and, only if you name it, "stream", which keeps the frozen base there
             (see `stream_base`).
-        plan_first: compute the longest rows before step 1, to know in advance how many fit at once.
-            It leaves no trace.
-        rows_at_once: compute no more at once than this many of the longest rows (of
-            `per_device_train_batch_size`), from the first step on, instead of `plan_first`; 0
-            leaves it to `plan_first` and to what fits.
-        on_refusal: what to do if the result would not be exact, or is not known to be: "error"
-            raises, "warn" logs it once and leaves training as it is.
-        vouch_for_loss: you say that a loss of your own (`compute_loss`, `compute_loss_func`, a
-            `forward`, a hook) is a sum or a mean over examples. Which of them is measured before
-            the first division; if it is neither, nothing is divided.
+        plan_first: compute the longest rows before step 1, to learn in advance how many fit at
+            once. This leaves no trace.
+        rows_at_once: instead of `plan_first`, compute at most this many of the longest rows (of
+            `per_device_train_batch_size`) at once, from the first step on. 0 leaves the number to
+            `plan_first` and to later failures.
+        on_refusal: if the result would not be exact, or may not be, "error" raises; "warn" logs it
+            once and leaves training as it is.
+        vouch_for_loss: you assert that your own loss (`compute_loss`, `compute_loss_func`, a
+            `forward`, a hook) is a sum or a mean over examples. Before the first split,
+            survive_oom measures which of them it is; if it is neither, nothing is split.
 
     Returns:
-        What detaches again, as a context manager too.
+        A handle with `detach()`, which is also a context manager.
 
     Raises:
-        ValueError: a bad argument, or a Trainer that cannot be helped, with every reason. Nothing
-            is changed then.
+        ValueError: a bad argument, or an unsupported Trainer; the message gives every reason.
+            Nothing is changed then.
     """
     check_options(min_micro_batch, ladder, on_refusal, rows_at_once)
     wrap_once("train", Survival, _instead_of_the_finder)
@@ -141,7 +144,7 @@ def survive_oom(
 def check_options(
     min_micro_batch: int, ladder: Sequence[str], on_refusal: str, rows_at_once: int = 0
 ) -> None:
-    """Check the options of `survive_oom`; a bad one raises ValueError."""
+    """Check the options of `survive_oom`. Raises ValueError for a bad one."""
     if min_micro_batch < 1:
         raise ValueError(f"min_micro_batch counts examples, 1 or more, got {min_micro_batch}")
     if rows_at_once < 0:
@@ -153,22 +156,22 @@ def check_options(
 
 
 class SurviveOOM(RunCallback):
-    """Attaches `survive_oom` when training begins, unless that was done by hand.
+    """Attaches `survive_oom` when training begins, unless you have called it already.
 
-    It costs what `survive_oom` costs: microseconds a micro-batch if everything fits.
+    It costs as much as `survive_oom`: microseconds per micro-batch if everything fits.
 
     Args:
         min_micro_batch: as for `survive_oom`.
-        ladder: as for `survive_oom`. With "stream" a frozen base that does not fit when the Trainer
-            moves it to the card is streamed then.
+        ladder: as for `survive_oom`. With "stream", a frozen base that does not fit when the
+            Trainer moves it to the GPU is streamed from then on.
         plan_first: as for `survive_oom`.
         rows_at_once: as for `survive_oom`.
-        on_refusal: "warn" logs once why a run cannot be helped and leaves it as it is; "error" ends
-            it before step 1.
+        on_refusal: if a run cannot be helped, "warn" logs why, once, and leaves it as it is;
+            "error" ends it before step 1.
         vouch_for_loss: as for `survive_oom`.
 
     Raises:
-        ValueError: a bad argument.
+        ValueError: a bad argument, or a refused run with `on_refusal="error"`.
     """
 
     def __init__(
@@ -208,7 +211,7 @@ class SurviveOOM(RunCallback):
 
 
 def _instead_of_the_finder(train: Method) -> Method:
-    """Leave the batch size to survival where it helps: transformers' finder would restart."""
+    """Replace transformers' batch-size finder, which would restart, where survival can help."""
 
     def call(self: Trainer, *args: object, **kwargs: object) -> object:
         if not self.args.auto_find_batch_size:
@@ -216,7 +219,7 @@ def _instead_of_the_finder(train: Method) -> Method:
         survival = callback_of(self, SurviveOOM)
         if survival is not None and callback_of(self, SurvivalMemo) is None:
             survival.attach(self)
-        if callback_of(self, SurvivalMemo) is None:  # it cannot help, and has said why
+        if callback_of(self, SurvivalMemo) is None:  # it cannot help, and has logged why
             return train(self, *args, **kwargs)
         logger.warning(
             "survival takes the place of auto_find_batch_size in this training: a micro-batch that"

@@ -1,9 +1,9 @@
-"""Completions: what TRL's GRPO and RLOO generate, and score without gradients, in parts.
+"""Completions: TRL's GRPO and RLOO generate, and score without gradients, in parts.
 
-Generation gets the prompts that fit at once: what is sampled is another draw of the same
-distribution then, and greedy answers are the same. Log-probabilities are computed row by row, so
-theirs are the same. Ranks whose forward passes are shared generate and score as before, and so do
-vLLM and continuous batching, whose memory is not torch's to divide.
+We generate for as many prompts as fit at once. Sampling then draws differently from the same
+distribution, and greedy answers are the same. Log-probabilities are computed row by row, so they do
+not change. Ranks that share forward passes generate and score as before; so do vLLM and continuous
+batching, whose memory torch does not manage.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ class DividedCompletions:
         self._most_generated = self._most_scored = 0  # rows at once that fit; 0: all did
 
     def methods(self) -> Iterator[tuple[str, Method]]:
-        """Give the methods to replace, if the trainer has them from TRL, and what replaces them."""
+        """Yield the TRL methods to replace, by name, with their replacements."""
         if self._attached.kind.forward_is_shared:
             return
         for name, divided in (
@@ -58,7 +58,7 @@ class DividedCompletions:
                 continue
             before.restore()
             if was_checkpointing and not is_checkpointing(trainer.model):
-                # trl 1.16 leaves it off if a generation fails
+                # trl 1.16 leaves it off if generation fails
                 switch_on(trainer.model, options(trainer.args))
             most = self._most_generated = _fewer(len(now), part, "one completion")
             failures.append(part)
@@ -78,7 +78,7 @@ class DividedCompletions:
         batch_size: int | None = None,
         **kw: Any,
     ) -> Any:
-        if torch.is_grad_enabled():  # of the loss, which is divided with its micro-batch
+        if torch.is_grad_enabled():  # called by the loss, which is divided with its micro-batch
             return original(model, ids, mask, num_kept, batch_size, **kw)
         most, failures = min(batch_size or len(ids), self._most_scored or len(ids)), list[Any]()
         while True:
@@ -106,7 +106,7 @@ def _fewer(num: int, failure: DidNotFit, least: str) -> int:
 
 
 def _join(parts: list[Any]) -> Any:
-    """Concatenate lists of rows, or of each place of tuples of them, as GRPO returns."""
+    """Concatenate lists of rows, or, for tuples of lists as in GRPO, each position."""
     if not isinstance(parts[0], tuple):
         return [row for part in parts for row in part]
     places = zip(*parts, strict=True)

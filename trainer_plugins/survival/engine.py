@@ -1,10 +1,10 @@
-"""Engine: replace methods of a Trainer, and finish the micro-batches that did not fit.
+"""Engine: replaces methods of a Trainer, and finishes the micro-batches that did not fit.
 
-It replaces `trainer.compute_loss` and `trainer.accelerator.backward`, and leaves `training_step`
+It replaces `trainer.compute_loss` and `trainer.accelerator.backward`. It leaves `training_step`
 alone, in which TRL's trainers generate, slice and count. Its invariants, and where each is kept:
 
 * The gradient of a micro-batch is the weighted sum of its pieces' gradients: `losses.py` lists
-  which losses are, `certificate.py` measures it.
+  the losses for which that holds, and `certificate.py` measures it.
 * No parameter receives the gradient of an example twice: `Piece.final`, from
   `GradientMark.find_changed`.
 * A failed attempt leaves no tensor (`attempt.py`), no drawn number and no metric (`state.py`).
@@ -65,7 +65,7 @@ class Engine:
         memo_of(trainer).listener = self
 
     def __getstate__(self) -> dict[str, object]:
-        """Return what a copied Trainer's engine has, which shares the accelerator with this one."""
+        """Return the state for a copied Trainer's engine; the copy shares the accelerator."""
         kept = ("is_attached", "_attached", "_evaluation", "_completions")
         return {name: getattr(self, name) for name in kept}
 
@@ -76,8 +76,8 @@ class Engine:
     def _begin_unpatched(self) -> None:
         self._methods, self._backward = Patches(keeps_later=True), Patches(keeps_later=True)
         self._accelerator: HfAccelerator | None = None
-        self._judged: object = None  # the `state` of the last training: each has one of its own
-        self._run: TrainingRun | None = None  # none before it begins, and if it cannot be helped
+        self._judged: object = None  # the `state` of the last training: each has its own
+        self._run: TrainingRun | None = None  # none before it begins, or if it cannot be helped
         self._current: MicroBatch | None = None
 
     def detach(self) -> None:
@@ -91,7 +91,7 @@ class Engine:
             self._begin_run_if_new(self._attached.trainer.model_wrapped)
 
     def training_ends(self) -> None:
-        """Release the model of a training that has ended: the next trial makes another one."""
+        """Release the model when a training has ended: the next trial makes another one."""
         self._end_run()
         self._judged = None
         self._evaluation.begin_run()
@@ -103,7 +103,7 @@ class Engine:
         return_outputs: bool = False,
         num_items_in_batch: NumItems = None,
     ) -> Any:
-        """Replace `trainer.compute_loss`; a loss computed in pieces comes without graphs."""
+        """Replace `trainer.compute_loss`; a loss computed in pieces has no graph."""
         is_evaluation = self.is_attached and not model.training and not torch.is_grad_enabled()
         if is_evaluation and not self._attached.kind.forward_is_shared:
             return self._evaluation.compute_loss(model, inputs, return_outputs, num_items_in_batch)
@@ -117,7 +117,7 @@ class Engine:
             )
         try:
             return self._training_loss(run, model, inputs, num_items_in_batch)
-        except BaseException:  # an interruption too: what is computed next is not of this step
+        except BaseException:  # also Ctrl-C: later computations are not part of this step
             run.memo.is_in_step = False
             raise
 
@@ -152,7 +152,7 @@ class Engine:
             run.memo.pace.note_computed(micro.whole.num_cells, is_divided=False)
         if run.refuse_what_moves():
             return loss
-        # `detach_` in `backward` takes no view.
+        # `detach_` in `backward` rejects views.
         loss = loss.clone() if loss._is_view() else loss
         micro.handed, self._current = Handed(loss, micro.scale), micro
         return loss
@@ -186,7 +186,7 @@ class Engine:
             self._attached.refuse([changed])
             self._attached.backward(loss, **options)
             return
-        if run.is_step_own:  # costs two hooks; the step of a library is known
+        if run.is_step_own:  # costs two hooks; a library's step is known
             micro.handed.watch(loss)
         micro.handed.drop_graph()
         # The caller's frames hold the loss, and with it the graph.
@@ -203,7 +203,7 @@ class Engine:
         accelerator = self._attached.trainer.accelerator
         if accelerator is not self._accelerator:
             self._backward.close()
-            self._backward = Patches(keeps_later=True)  # it keeps what it has patched alive
+            self._backward = Patches(keeps_later=True)  # patches keep their target alive
             self._accelerator, self._attached.backward = accelerator, accelerator.backward
             self._backward.set(accelerator, "backward", self.backward)
 
@@ -245,9 +245,9 @@ class Engine:
         return run
 
     def _meet_first_batch(self, run: TrainingRun, inputs: Inputs, num_items: NumItems) -> None:
-        # The ranks have met if they have just gathered how many labels the window has.
+        # The ranks are in contact if they just gathered the number of labels in the window.
         is_met = self._attached.trainer.args.average_tokens_across_devices and num_items is not None
-        # Callbacks that began the step after ours may have set hooks.
+        # Callbacks that ran after ours at the start of the step may have set hooks.
         reasons = [*hooks_of_gradients(self._attached.trainer.model), *run.ranks.late_refusals()]
         if absent := run.ranks.absent(run.memo.roll_call, is_met=is_met):
             reasons.append(absent)
@@ -277,11 +277,11 @@ class Engine:
         self._attached.refuse([why])
 
     def _scale(self, num_items: NumItems) -> float:
-        """Return what the Trainer multiplies the loss by: 1 if the window divides it already."""
+        """Return the Trainer's factor for the loss: 1 if the window divides it already."""
         trainer = self._attached.trainer
         is_scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
         if is_scaled is None:
-            # With an old transformers, trl says so here.
+            # With an old transformers, TRL sets its marker here.
             accepts = trainer.model_accepts_loss_kwargs and num_items is not None
             is_scaled = accepts or trainer.compute_loss_func is not None
         return 1.0 if is_scaled else 1.0 / trainer.current_gradient_accumulation_steps
@@ -316,5 +316,5 @@ def _stand_in(value: torch.Tensor) -> torch.Tensor:
 
 
 def _cut_off(loss: torch.Tensor) -> None:
-    if not loss._is_view():  # torch refuses a view; `judge_left_over` finds what stays
+    if not loss._is_view():  # torch rejects a view; `judge_left_over` reports memory that stays
         loss.detach_()

@@ -1,4 +1,4 @@
-"""Evaluation: a batch that does not fit is computed, or generated, in parts."""
+"""Evaluation: computes, or generates, a batch that does not fit in parts."""
 
 import math
 from collections import deque
@@ -34,7 +34,7 @@ _ONLY_TRAINING = "with this loss only training divides"
 
 
 def explain_whole(trainer: HfTrainer, family: Family | NoFamily) -> str:
-    """Say why no evaluation batch of a Trainer is computed in parts; empty if they are."""
+    """Return why evaluation batches of this Trainer are never divided; empty if they may be."""
     if isinstance(family, NoFamily):
         return family.why
     if kind_of(trainer).forward_is_shared:
@@ -47,7 +47,7 @@ def explain_whole(trainer: HfTrainer, family: Family | NoFamily) -> str:
 
 
 class Part(NamedTuple):
-    """Holds some examples of a batch."""
+    """Some examples of a batch."""
 
     inputs: Batch
     num: int
@@ -67,12 +67,12 @@ class Parts:
         in_parts: Callable[[list[DidNotFit]], R],
         before: RestorePoint,
     ) -> R:
-        """Compute a batch whole, or by `compute_in_parts`, which gets the failures so far."""
+        """Compute a batch whole, or else by `in_parts`, which receives the failures so far."""
         if cells(inputs) > self.limit:
             try:
                 return in_parts([])
             except IndivisibleError:
-                before.restore()  # the limit is that of other batches: try this one whole
+                before.restore()  # the limit was learned on other batches: try this one whole
         result = attempt(whole)
         if not isinstance(result, DidNotFit):
             return result
@@ -96,7 +96,7 @@ class Parts:
         before: RestorePoint,
         work: Callable[[Part], R],
     ) -> Iterator[tuple[Part, R]]:
-        """Compute part after part; after a failure `before` is restored, and parts shrink."""
+        """Compute part after part; after a failure, restore `before` and shrink the parts."""
         spans = deque(self._spans(0, layout.count(inputs), cells(inputs)))
         while spans:
             start, stop = spans.popleft()
@@ -119,7 +119,7 @@ class Parts:
 
 
 def say_survived(trainer: HfTrainer, what: str, failures: list[DidNotFit], nums: list[int]) -> None:
-    """Log that a batch was finished in parts of that many examples, and write it down."""
+    """Log that a batch was finished in parts of these sizes, and add it to the timeline."""
     smaller = SMALLER_EVAL_BATCH.flag(Door.ARGUMENTS, rows=max(nums))
     finding = report_in_parts(
         f"an evaluation batch of {what} did not fit, and was computed in {len(nums)} parts",
@@ -135,7 +135,7 @@ Predicted = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 
 class Generated:
-    """Divides what evaluations generate; what is sampled is drawn in another order then."""
+    """Divides generation in evaluations; sampling then draws in a different order."""
 
     def __init__(self, attached: Attached) -> None:
         self._attached = attached
@@ -170,7 +170,7 @@ class Generated:
                 say_survived(self._trainer, what, failures, [*nums])
             loss = None
             if "labels" in inputs:
-                # The Trainer's own step calls `compute_loss`, and the batch is divided there.
+                # The Trainer's own step calls `compute_loss`, which divides the batch.
                 loss = self._trainer.prediction_step(model, inputs, True)[0]
             _, tokens, labels = zip(*results, strict=True)
             return loss, self._join(tokens), self._join(labels)
@@ -188,34 +188,34 @@ class Generated:
         )
 
 
-Outputs = dict[str, Any]  # a model's outputs by name: a `ModelOutput`, or a dictionary
+Outputs = dict[str, Any]  # a model's outputs by name: a `ModelOutput` or a dictionary
 
-Result = torch.Tensor | tuple[torch.Tensor, Outputs]  # the loss, or the loss and the outputs
+Result = torch.Tensor | tuple[torch.Tensor, Outputs]  # the loss, alone or with the outputs
 Compute = Callable[[Inputs], Result]
 
 
 class Evaluation:
-    """Finishes the evaluation batches of one Trainer that did not fit, with a limit of its own."""
+    """Finishes the evaluation batches of one Trainer that did not fit, with a separate limit."""
 
     def __init__(self, attached: Attached) -> None:
         self._attached = attached
         self._parts = Parts()
         self._generated = Generated(attached)
-        # One for losses that are divided by a number of the caller's, as the Trainer's, or not.
+        # One for losses divided by the caller's number, as the Trainer's are, and one for others.
         self._certificates: dict[bool, Certificate] = {}
         self._is_over_items = False
         self._are_outputs_wanted = True
         self._gathers = Gathers(attached.trainer, Exchanging())
 
     def begin_run(self) -> None:
-        """Forget what was measured: it was of the model of another run."""
+        """Forget all measurements: they belong to another run's model."""
         self._certificates.clear()
         vars(self).pop("_roots", None)
 
     def prediction_step(
         self, model: nn.Module, inputs: Inputs, prediction_loss_only: bool, *args: Any, **kw: Any
     ) -> object:
-        """Replace `trainer.prediction_step`, to know whether outputs are wanted."""
+        """Replace `trainer.prediction_step`, to learn whether outputs are wanted."""
         self._are_outputs_wanted = not prediction_loss_only
         try:
             if not prediction_loss_only and self._generated.is_ours():
@@ -283,7 +283,7 @@ class Evaluation:
         return roots_of_state(self._attached.trainer.model)
 
     def _select_kept(self, outputs: object) -> Outputs:
-        """Return what the Trainer keeps of the outputs: no caches, and nothing for a mere loss."""
+        """Return the outputs that the Trainer keeps: no caches, and none for a mere loss."""
         if not isinstance(outputs, dict):
             raise IndivisibleError(
                 f"its model returns a {type(outputs).__name__}, in which nothing has a name"
@@ -328,7 +328,7 @@ class Evaluation:
 
 def _join(layout: Layout, results: list[tuple[Result, float]]) -> Result:
     losses = [result[0] if isinstance(result, tuple) else result for result, _ in results]
-    # What weighs nothing is left out: a mean over no token is not a number.
+    # Skip parts with no weight: a mean over no token is not a number.
     loss: Any = sum(
         loss * factor for loss, (_, factor) in zip(losses, results, strict=True) if factor
     )

@@ -1,4 +1,4 @@
-"""SurvivalMemo: what a run has learned about its limit, kept in checkpoints and used at resume."""
+"""SurvivalMemo: a run's limit and rungs, saved in checkpoints and reused at resume."""
 
 import logging
 import math
@@ -22,26 +22,26 @@ logger = logging.getLogger(__name__)
 
 
 class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
-    """Keeps the limit, the rungs that are switched on, and how often the run survived."""
+    """Keeps the limit, the active rungs, and the number of OOMs that the run survived."""
 
-    def __init__(self) -> None:  # without arguments: transformers may recreate it at resume
+    def __init__(self) -> None:  # no arguments: transformers may recreate it at resume
         super().__init__()
-        self.limit = math.inf  # cells (`limit.py`) computed at once; infinite until something fails
-        self.is_rehearsed = False  # whether the limit was found on the longest rows
+        self.limit = math.inf  # cells (`limit.py`) at once; infinite until something fails
+        self.is_rehearsed = False  # the limit was found on the longest rows
         self.rungs: list[str] = []
         self.num_survived = 0
-        self.num_divided = 0  # micro-batches computed in pieces, since training logged last
+        self.num_divided = 0  # micro-batches computed in pieces since training last logged
         self.learned_on: list[int] = []  # the card's bytes, and whether the user checkpoints
         self._num_logged = 0
-        self._switched_on: list[str] = []  # those of the rungs that we switched on in this process
-        self.pace: Pace | None = None  # changes a limit of this rank; None: it is one of all ranks
+        self._switched_on: list[str] = []  # rungs that we switched on in this process
+        self.pace: Pace | None = None  # adapts this rank's own limit; None: all ranks share one
         self._card: CardReader | None = None
-        self.is_in_step = False  # what is computed between steps is left alone
+        self.is_in_step = False  # computations between steps are left alone
         self.roll_call = RollCall("survive_oom")  # answered at the first micro-batch
 
     def reset(self) -> None:
         super().reset()
-        self.listener: Any = None  # the engine, told when a step begins and training ends
+        self.listener: Any = None  # the engine, notified when a step begins and training ends
 
     def state(self) -> dict[str, dict[str, object]]:
         names = ("is_rehearsed", "rungs", "num_survived", "learned_on")
@@ -96,13 +96,13 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
         numbers: dict[str, float] = {}
         if self.num_survived > self._num_logged:
             self._num_logged = numbers["out_of_memory_survived"] = self.num_survived
-        # Training's own line has both; other lines come back from train() or evaluate().
+        # Only training's own lines have both; other lines come back from train() or evaluate().
         if {"loss", "learning_rate"} <= logs.keys():
             if not math.isinf(self.limit) or self.num_divided:
                 numbers["memory/divided_micro_batches"] = float(self.num_divided)
                 self.num_divided = 0
             logs.update(numbers)
-        if state.log_history:  # the Trainer has put a copy of `logs` there before
+        if state.log_history:  # the Trainer already put a copy of `logs` there
             state.log_history[-1].update(numbers)
 
     def climb(self, ladder: Iterable[str], model: nn.Module) -> str:
@@ -121,8 +121,7 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
         return self._card
 
     def _recall(self, args: HfArguments, state: HfState, model: nn.Module) -> None:
-        # transformers restores callbacks only if asked to, and the limit is no setting of the
-        # user's.
+        # transformers restores callbacks only on request, and the limit is not a user's setting.
         name = type(self).__name__
         kept = state.stateful_callbacks.get(name, self.state())
         # A checkpoint of a run without us lacks the entry, and the next save would fail.
@@ -136,7 +135,7 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
         if learned_on != self.learned_on:
             self.limit, self.is_rehearsed, self.rungs = math.inf, False, []
             self.learned_on = learned_on
-        # A rung that is on is the user's, unless an earlier run of this Trainer switched it on.
+        # An active rung is the user's, unless an earlier run of this Trainer switched it on.
         self.rungs = [
             rung for rung in self.rungs if climb(rung, model) or rung in self._switched_on
         ]
@@ -144,11 +143,11 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
 
 
 def memo_of(trainer: HfTrainer) -> SurvivalMemo:
-    """Return the memo of a Trainer; a Trainer that has none, or lost it, gets one."""
+    """Return the memo of a Trainer, adding one if it has none."""
     memo = callback_of(trainer, SurvivalMemo)
     if memo is None:
         memo = SurvivalMemo()
-        trainer.callback_handler.add_callback(memo)  # a Trainer's own may refuse
-        # The Trainer fills this in when it begins, and does not save a callback's state without it.
+        trainer.callback_handler.add_callback(memo)  # a custom Trainer may refuse it
+        # The Trainer sets this when it begins, and saves no callback's state without it.
         trainer.state.stateful_callbacks.setdefault(SurvivalMemo.__name__, memo.state())
     return memo

@@ -1,4 +1,4 @@
-"""Micro-batch: one on its way from `compute_loss` to the end of `backward`, and its pieces."""
+"""Micro-batch: its state between `compute_loss` and the end of `backward`, and its pieces."""
 
 import math
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from trainer_plugins.survival.limit.limit import cells
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Holds the moment before an attempt: generators, metrics, gradients and allocated memory."""
+    """The moment before an attempt: generators, metrics, gradients and allocated memory."""
 
     snapshot: RestorePoint
     mark: GradientMark
@@ -26,14 +26,14 @@ class Start:
 
 @dataclass(slots=True)
 class Piece:
-    """Holds some examples of a micro-batch, or all."""
+    """Some or all examples of a micro-batch."""
 
     inputs: Inputs
-    num: int  # how many examples it has; 1 if they cannot be distinguished
-    factor: float = 1.0  # what its loss is multiplied by in the loss of the micro-batch
-    share: float = 1.0  # how much of the micro-batch it is, for the metrics
-    final: set[nn.Parameter] = field(default_factory=set)  # have these examples' gradient
-    is_idle: bool = False  # whether it counts as 0, and only keeps step with other ranks
+    num: int  # number of examples; 1 if they cannot be distinguished
+    factor: float = 1.0  # factor of its loss in the loss of the micro-batch
+    share: float = 1.0  # share of the micro-batch, for metrics
+    final: set[nn.Parameter] = field(default_factory=set)  # have this gradient
+    is_idle: bool = False  # counts as 0, and only keeps step with other ranks
 
     @property
     def num_cells(self) -> int:
@@ -42,7 +42,7 @@ class Piece:
     def parts(
         self, layout: Layout, sizes: list[int], weight: Weight, share: Weight
     ) -> list["Piece"]:
-        """Divide it into parts of these sizes; one that weighs nothing may have no mean."""
+        """Divide it into parts of these sizes; drop a part of weight 0, which may have no mean."""
         whole, whole_share = weight.weigh(self.inputs, self.num), share.weigh(self.inputs, self.num)
         parts, start = [], 0
         for num in sizes:
@@ -56,29 +56,29 @@ class Piece:
 
 
 class Added(NamedTuple):
-    """Holds a piece that has added to gradients."""
+    """A piece that has added to gradients."""
 
     piece: Piece
     snapshot: RestorePoint  # the moment before it
-    final: set[nn.Parameter]  # the parameters to which it has not added
+    final: set[nn.Parameter]  # parameters to which it has not added
 
 
 class Handed:
-    """Measures by what factor `training_step` multiplied a loss: pieces need the Trainer's own.
+    """Measures the factor that `training_step` applied to a loss: pieces need the same.
 
-    Its questions return what pieces cannot reproduce, in words; empty if there is nothing.
+    Its methods return changes that pieces cannot reproduce, in words; empty if there are none.
     """
 
-    # By derivatives, not by values: `loss**2 / loss.detach()` has the loss's value and twice its
-    # gradient, and flooding turns the sign of a loss that is nearly the same.
+    # We use derivatives, not values: `loss**2 / loss.detach()` has the loss's value but twice its
+    # gradient, and flooding flips the sign of a loss that is nearly the same.
 
     def __init__(self, loss: torch.Tensor, scale: float) -> None:
         self._edge = get_gradient_edge(loss) if loss.grad_fn is not None else None
         self._scale, self._dtype = scale, loss.dtype
-        self._arrived: list[torch.Tensor] = []  # at the loss that came back, and that handed out
+        self._arrived: list[torch.Tensor] = []  # at the returned loss, and at the one handed out
 
     def find_added(self, loss: torch.Tensor) -> str:
-        """Look for other terms in the loss that came back, in the graph that was added."""
+        """Look for added terms in the graph of the returned loss."""
         if self._is_untouched(loss):
             return ""
         seen, nodes = {self._edge.node if self._edge else None}, [loss.grad_fn]
@@ -93,7 +93,7 @@ class Handed:
         return ""
 
     def find_scaled(self, loss: torch.Tensor) -> str:
-        """Compare the derivative of what came back with the factor. It reads the device."""
+        """Compare the derivative of the returned loss with the factor. This reads the device."""
         if self._edge is None or self._is_untouched(loss):
             return self._compare(1.0, loss.dtype)
         if loss.grad_fn is None:
@@ -103,7 +103,7 @@ class Handed:
         return self._compare(0.0 if found is None else float(found), loss.dtype)
 
     def watch(self, loss: torch.Tensor) -> None:
-        """Let the backward pass of what came back leave its derivative for `judge_seen`."""
+        """Make the backward pass of the returned loss record its derivative for `judge_seen`."""
         if self._edge is None or loss.grad_fn is None or self._is_untouched(loss):
             return
         arrived, place = self._arrived, self._edge.output_nr
@@ -111,7 +111,7 @@ class Handed:
         self._edge.node.register_prehook(lambda gradients: arrived.append(gradients[place]))
 
     def judge_seen(self) -> str:
-        """Compare the derivative that a watched backward pass has left. It reads the device."""
+        """Compare the derivative recorded by a watched backward pass. This reads the device."""
         if len(self._arrived) < 2:
             return ""
         begun, come = (float(gradient) for gradient in self._arrived[:2])
@@ -128,8 +128,8 @@ class Handed:
         )
 
     def _compare(self, got: float, dtype: torch.dtype) -> str:
-        # IEEE 754 rounds correctly: a factor that the types hold comes out unchanged, and each of
-        # two roundings of another adds at most half a unit in the last place.
+        # IEEE 754 rounds correctly: a factor representable in these types comes out unchanged. For
+        # any other factor, each of two roundings adds at most half a unit in the last place.
         types = (dtype, self._dtype)
         is_exact = all(float(torch.tensor(self._scale, dtype=one)) == self._scale for one in types)
         tolerance = 0.0 if is_exact else max(torch.finfo(one).eps for one in types) * self._scale
@@ -143,11 +143,11 @@ class Handed:
 
 @dataclass(slots=True)
 class MicroBatch:
-    """Holds one call of `compute_loss` in training, and the `backward` that follows it."""
+    """One call of `compute_loss` in training, and the `backward` that follows."""
 
     whole: Piece
     num_items: NumItems
-    scale: float  # what the Trainer multiplies the loss by between the two
+    scale: float  # the Trainer's factor for the loss between the two
     start: Start
     handed: Handed | None = None  # the loss as the caller got it
-    is_finished: bool = False  # whether its backward has been done, in pieces
+    is_finished: bool = False  # its backward has been done, in pieces

@@ -1,4 +1,4 @@
-"""Refusals: say which Trainers cannot be helped, and why; asked at attach and at each begin."""
+"""Refusals: explains which Trainers are unsupported; checked at attach and at each begin."""
 
 import inspect
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ _NOT_TWICE = (
 
 
 def refusals(trainer: HfTrainer, family: Family | NoFamily) -> list[str]:
-    """List why OOM errors of this Trainer cannot be survived; `losses.py` judges the loss."""
+    """List why this Trainer cannot survive OOM errors; `losses.py` judges the loss."""
     reasons = [
         *_parallel(trainer),
         *_judge_compiled(trainer),
@@ -84,7 +84,7 @@ def _judge_coupled_rows(trainer: HfTrainer) -> Iterator[str]:
 
 
 def _step_without_compute_loss(trainer: HfTrainer) -> Iterator[str]:
-    """Refuse a `training_step` that computes its loss itself, as TRL's online DPO does."""
+    """Refuse a `training_step` that computes its own loss, as TRL's online DPO does."""
     names = _names_in(type(trainer), "training_step")
     if "backward" in names and "compute_loss" not in names:
         owner = next(c for c in type(trainer).__mro__ if "training_step" in vars(c))
@@ -96,7 +96,7 @@ def _step_without_compute_loss(trainer: HfTrainer) -> Iterator[str]:
 
 
 def _names_in(kind: type, method: str) -> set[str]:
-    """Collect the names in a method and in those it calls, as far as transformers' own."""
+    """Collect the names in a method and its callees, up to transformers' own."""
     found: set[str] = set()
     waiting, followed = [method], {method}
     while waiting:

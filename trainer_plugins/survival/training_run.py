@@ -37,7 +37,7 @@ from trainer_plugins.wrapped import is_compiled
 
 @dataclass(slots=True, kw_only=True)
 class Attached:
-    """Holds a Trainer, what was found out about it, the user's options and the original methods."""
+    """A Trainer, facts about it, the user's options and the original methods."""
 
     trainer: HfTrainer
     family: Family
@@ -47,14 +47,14 @@ class Attached:
     plan_first: bool
     rows_at_once: int  # of the longest; 0: as many as fit
     is_strict: bool
-    is_vouched: bool  # whether the user vouches for a loss that is not known to add up
+    is_vouched: bool  # the user vouches for an unknown loss
     compute_loss: Callable[..., Any]
     backward: Callable[..., None]
     prediction_step: Callable[..., Any]
 
     @property
     def why_own_loss(self) -> str:
-        """Say why the loss just computed was the user's own; empty if it was the library's."""
+        """Return why the last computed loss was the user's own; empty if it was the library's."""
         return self.compute_loss.why_not if isinstance(self.compute_loss, Delegation) else ""
 
     def check_loss_of_part(self) -> None:
@@ -72,7 +72,7 @@ class Attached:
 
 
 class TrainingRun:
-    """Holds the state of one training; `model` is in its wrapper, as the Trainer calls it."""
+    """The state of one training; `model` is in its wrapper, as the Trainer calls it."""
 
     def __init__(self, attached: Attached, model: nn.Module) -> None:
         self.attached, self.wrapped = attached, model
@@ -80,23 +80,22 @@ class TrainingRun:
         self.gathers = Gathers(attached.trainer, self.ranks)
         self.ranks.apart = self.gathers.apart
         self.model = self.ranks.bare
-        # transformers may exchange it at resume, before the first step, with which a run begins.
+        # transformers may replace it at resume, before the first step, when a run begins.
         self.memo = memo_of(attached.trainer)
         self.card = self.memo.card_for(attached.trainer.args)
         self.has_met_batch = self.is_refused = self.leftover_is_said = False
         self.is_division_said = self.is_division_refused = False
         self.is_step_own = is_users_function(attached.trainer.training_step)  # the user's own
-        self.is_scale_seen = False  # whether the factor of `training_step` was measured
-        self.is_final = False  # whether changed gradients were found final (`finality.py`)
-        # Why a pass forbids a division, by what it moved or whose loss it was; None before the
-        # first.
+        self.is_scale_seen = False  # the factor of `training_step` was measured
+        self.is_final = False  # changed gradients were found final (`finality.py`)
+        # Why a pass forbids splitting: its changes, or its loss's source; None before the first.
         self.what_moved: str | None = None
         self.is_compiled = is_compiled(model)
         if self.is_compiled:  # the others hook into forward passes
             attached.ladder = tuple(rung for rung in attached.ladder if rung == CHECKPOINTING)
         self._roots = roots_of_state(self.ranks.bare)
         self.certificate = Certificate(self.ranks, attached.family, self._roots)
-        # Listed once: it takes milliseconds. Recovery notices when the list has become wrong.
+        # Listing takes milliseconds, so do it once. Recovery notices if the list becomes wrong.
         self._parameters = tuple(model.parameters())
 
     def start(self) -> Start:
@@ -116,11 +115,11 @@ class TrainingRun:
 
     @contextmanager
     def measuring(self, *, shows_metrics: bool = False) -> Iterator[Callable[[], None]]:
-        """Undo what a measurement draws and counts, at its end and when what it gives is called."""
+        """Undo the draws and counts of a measurement, at its end and by the yielded call."""
         before = self.start().snapshot
         try:
             with ExitStack() as stack:
-                if self.is_compiled:  # what is intercepted would not be compiled from then on
+                if self.is_compiled:  # intercepted code would not be compiled from then on
                     stack.enter_context(torch.compiler.set_stance("force_eager"))
                 gathers = self.gathers
                 stack.enter_context(gathers.measuring() if shows_metrics else gathers.apart())
@@ -149,7 +148,7 @@ class TrainingRun:
         return layout
 
     def compute_loss(self, model: nn.Module, inputs: Inputs, num_items: NumItems) -> torch.Tensor:
-        """Call the Trainer's own `compute_loss` on a copy of the inputs: trainers change them."""
+        """Call the Trainer's own `compute_loss` on a copy of the inputs, which trainers modify."""
         attached = self.attached
         without_numbers = {name: value for name, value in inputs.items() if name != ROW}
         is_first = self.what_moved is None and model.training
@@ -161,7 +160,7 @@ class TrainingRun:
         if state is not None:
             moved = state.find_moved()
             self.what_moved = explain_not_divided(moved.values())
-            if moved:  # checkpointing computes passes again, and would count those
+            if moved:  # checkpointing recomputes passes, which would count again
                 attached.ladder = tuple(rung for rung in attached.ladder if rung != CHECKPOINTING)
         if why := attached.why_own_loss:
             self.what_moved = why + VOUCH
@@ -169,7 +168,7 @@ class TrainingRun:
 
     @contextmanager
     def _give_to_loss(self, model: nn.Module) -> Iterator[None]:
-        """Give this model to a loss that keeps the wrapped one, as sentence-transformers' do."""
+        """Set this model in losses that keep the wrapped one, as sentence-transformers' do."""
         losses: Any = getattr(self.attached.trainer, "loss", None)
         keepers = [
             part
@@ -196,11 +195,11 @@ class TrainingRun:
         return [id(p) for p in self._parameters] != [id(p) for p in self.model.parameters()]
 
     def refuse_what_moves(self) -> bool:
-        """Refuse, once, a run in which a pass forbids a division; tell whether it is refused."""
+        """Refuse, once, a run in which a pass forbids splitting; return whether it is refused."""
         is_new, self.is_division_refused = not self.is_division_refused, bool(self.what_moved)
         if self.what_moved and is_new and not self.is_refused:
-            # Which loss is computed may depend on the rows. A rank that is refused answers no other
-            # rank any more, so one among several stays, and is not divided.
+            # The choice of loss may depend on the rows. A refused rank no longer answers the
+            # others, so with several ranks it stays, without dividing.
             is_own_loss = bool(self.attached.why_own_loss)
             self.is_refused = not is_own_loss or self.attached.trainer.args.world_size == 1
             self.attached.refuse([self.what_moved])

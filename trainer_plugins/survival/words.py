@@ -1,4 +1,4 @@
-"""Words: the findings that a user reads about micro-batches that did not fit."""
+"""Words: the findings that report micro-batches that did not fit."""
 
 from dataclasses import dataclass, field
 
@@ -18,18 +18,18 @@ SMALLER_MICRO_BATCH = (
 
 @dataclass(slots=True)
 class Story:
-    """Holds what happened to one micro-batch."""
+    """The events of one micro-batch."""
 
-    unit: str  # what it consists of, in the plural: "rows"
+    unit: str  # its examples, in the plural: "rows"
     has_tokens: bool
     failures: list[DidNotFit] = field(default_factory=list)
-    tried: str = ""  # what did not fit first, as in "8 rows (4096 tokens with padding)"
-    phase: str = ""  # the pass in which that did not fit: "forward" or "backward"
+    tried: str = ""  # the first size that did not fit: "8 rows (4096 tokens with padding)"
+    phase: str = ""  # the pass in which that happened: "forward" or "backward"
     pieces: list[int] = field(default_factory=list)  # their sizes, in order
     switched_on: list[str] = field(default_factory=list)
-    measured: str = ""  # the measurement that pieces add up, if it was made for this micro-batch
-    num_graphs: int = 0  # how many torch.compile has compiled for its pieces
-    loss: str = ""  # the kind of a loss that the user vouched for, as measured: "a mean over rows"
+    measured: str = ""  # a measurement made for this micro-batch
+    num_graphs: int = 0  # number of graphs that torch.compile compiled for its pieces
+    loss: str = ""  # measured kind of a vouched loss: "a mean over rows"
 
     def count(self, num: int) -> str:
         return f"{num} {self.unit}" if num != 1 else f"1 {self.unit[:-1]}"
@@ -106,7 +106,7 @@ class Story:
 
 
 def report_in_parts(summary: str, failures: list[DidNotFit], remedy: str) -> Finding:
-    """Report what was finished in parts besides micro-batches of a training."""
+    """Report work outside training steps that was finished in parts."""
     seconds = sum(failure.seconds for failure in failures)
     return Finding.warning(
         code="out-of-memory-survived",
@@ -118,7 +118,7 @@ def report_in_parts(summary: str, failures: list[DidNotFit], remedy: str) -> Fin
 
 
 def suggest_else(*, is_divisible: bool, is_checkpointing: bool) -> str:
-    """Say what is left to do when an example, or an indivisible micro-batch, does not fit."""
+    """Suggest remedies when one example, or an indivisible micro-batch, does not fit."""
     ways = [SMALLER_MICRO_BATCH] if is_divisible else []
     if not is_checkpointing:
         ways.append(advice.CHECKPOINTING.flag(Door.ARGUMENTS))
@@ -154,7 +154,7 @@ def foreseen(summary: str, evidence: str, num_fit: int) -> Finding:
 
 
 def thrashing(limit: float) -> Finding:
-    """Report an allocator that emptied its cache in two steps in a row, and the new limit."""
+    """Report an allocator that emptied its cache in two consecutive steps, and the new limit."""
     return Finding.warning(
         code="allocator-thrashing",
         summary=f"micro-batches of more than {limit:.0f} tokens (rows x padded length) are divided "
@@ -167,7 +167,7 @@ def thrashing(limit: float) -> Finding:
 
 
 def report_doubt(first: int, last: int, why: str) -> Finding:
-    """Report a later measurement that failed: what was divided since step `first` may be wrong."""
+    """Report a failed later measurement: pieces divided since step `first` may be wrong."""
     steps = f"step {first}" if last <= first else f"steps {first} to {last}"
     return Finding.error(
         code="gradients-in-doubt",
@@ -180,7 +180,7 @@ def report_doubt(first: int, last: int, why: str) -> Finding:
 
 
 def part_raised(error: Exception) -> str:
-    """Say that a part of a micro-batch raised an error of its own, or moved the model's state."""
+    """Describe an error that a part of a micro-batch raised, or why it is indivisible."""
     if isinstance(error, IndivisibleError):
         return str(error)
     return f"a part of it cannot be computed: {type(error).__name__}: {error}"

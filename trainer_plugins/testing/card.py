@@ -1,8 +1,8 @@
 """SimCard: the file through which processes share a simulated card.
 
-`simgpu` records there what each process reserves, the scripted driver library answers from it, and
-a test writes foreign processes into it. It is little endian and has 4096 bytes: a header (magic,
-capacity, uuid), then 60 slots, one a process. `simgpu/card.h` has the same layout in C.
+`simgpu` records there how much each process reserves, the scripted driver library answers from it,
+and a test writes foreign processes into it. It is little endian and has 4096 bytes: a header
+(magic, capacity, uuid), then 60 slots, one per process. `simgpu/card.h` has the same layout in C.
 """
 
 import mmap
@@ -23,7 +23,7 @@ _LIVE = 1  # a flag: the slot counts only while its process exists; others alway
 
 
 class CardProcess(NamedTuple):
-    """Describes what one process holds on the card."""
+    """Describes the memory of one process on the card."""
 
     pid: int
     num_bytes: int
@@ -79,8 +79,8 @@ class SimCard:
 
     @property
     def capacity_bytes(self) -> int:
-        """Return the memory of the card; it can be set, even below what is in use."""
-        return self._words[1]  # behind the magic
+        """Return the memory of the card; you can set it, even below the memory in use."""
+        return self._words[1]  # after the magic
 
     @capacity_bytes.setter
     def capacity_bytes(self, value: int) -> None:
@@ -96,16 +96,16 @@ class SimCard:
 
     @property
     def used_bytes(self) -> int:
-        """Return what all processes hold together."""
+        """Return the memory of all processes together."""
         return sum(process.num_bytes for process in self.processes())
 
     @property
     def free_bytes(self) -> int:
-        """Return what is free, never below 0."""
+        """Return the free memory, never below 0."""
         return max(0, self.capacity_bytes - self.used_bytes)
 
     def processes(self) -> tuple[CardProcess, ...]:
-        """List what each process holds, in the order of the slots, without those that have died."""
+        """List the live processes in the order of the slots."""
         slots = map(self._slot, range(_NUM_SLOTS))
         return tuple(
             CardProcess(pid, num_bytes, name.rstrip(b"\0").decode(errors="replace"))
@@ -117,9 +117,9 @@ class SimCard:
         """Script a process: from now on it holds exactly this much.
 
         Args:
-            pid: its process id, which need not exist. Your own adds to what simgpu reserves for
-                you, as memory outside PyTorch does on a real card.
-            num_bytes: what it holds, in bytes.
+            pid: its process id, which need not exist. Your own adds to simgpu's reserved memory, as
+                memory outside PyTorch does on a real card.
+            num_bytes: the memory it holds, in bytes.
             name: its command, cut to 47 bytes.
             live: count it only while a process with this pid exists.
 
@@ -139,7 +139,7 @@ class SimCard:
             short_name = name.encode()[:47]
             _SLOT.pack_into(self._memory, _slot_at(index), pid, _LIVE if live else 0, 0, short_name)
         _, _, before, _ = self._slot(index)
-        # As every process that takes memory does: add, check, undo it if that was too much.
+        # As every process that takes memory does: add, check, undo if it was too much.
         self._set_bytes(index, num_bytes)
         if num_bytes > before and self.used_bytes > self.capacity_bytes:
             self._set_bytes(index, before)
@@ -149,7 +149,7 @@ class SimCard:
             )
 
     def release(self, pid: int) -> None:
-        """Remove what was scripted for a process, if anything."""
+        """Remove the script of a process, if there is one."""
         for live in (False, True):
             index = self._find(pid, live)
             if index is not None and not (live and pid == os.getpid()):  # that one is simgpu's own
@@ -157,12 +157,11 @@ class SimCard:
                 _SLOT.pack_into(self._memory, _slot_at(index), 0, 0, 0, b"")
 
     def _slot(self, index: int) -> tuple[int, int, int, bytes]:
-        """Return pid, flags, bytes and name."""
         slot: tuple[int, int, int, bytes] = _SLOT.unpack_from(self._memory, _slot_at(index))
         return slot
 
     def _set_bytes(self, index: int, num_bytes: int) -> None:
-        self._words[_slot_at(index) // 8 + 1] = num_bytes  # behind pid and flags
+        self._words[_slot_at(index) // 8 + 1] = num_bytes  # after pid and flags
 
     def _find(self, pid: int, live: bool | None) -> int | None:
         for index in range(_NUM_SLOTS):

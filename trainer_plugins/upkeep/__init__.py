@@ -1,1 +1,1 @@
-"""Gives memory back, on all ranks or on none."""
+"""Frees memory, on all ranks or on none."""

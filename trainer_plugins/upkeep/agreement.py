@@ -1,4 +1,4 @@
-"""Agreement: all ranks make the same decision, or none acts; RollCall tells who takes part."""
+"""Agreement: all ranks make the same decision, or none acts. RollCall finds who takes part."""
 
 import logging
 import time
@@ -25,10 +25,11 @@ def has_peers() -> bool:
 
 
 class Agreement:
-    """Lets all ranks agree on small numbers, at a place that every rank is sure to reach."""
+    """Lets all ranks agree on small numbers, at a point that every rank is sure to reach."""
 
-    # In a gloo group of its own: numbers stay on the CPU, and a time-out cannot harm training's.
-    # All ask the same in the same order; the time has to cover what one does alone, such as a save.
+    # It has its own gloo group: numbers stay on the CPU, and a time-out cannot harm training's
+    # group. All ranks ask the same in the same order; the time-out must cover work of a single
+    # rank, such as a save.
 
     def __init__(self, timeout_seconds: float) -> None:
         self.timeout = timedelta(seconds=timeout_seconds)
@@ -52,7 +53,7 @@ class Agreement:
         """Return the tensors of all ranks, on the CPU and of one shape; None as `highest` does."""
         if not has_peers():
             return [value]
-        # As bytes: gloo does not know every type.
+        # As bytes: gloo lacks some types.
         here = value.contiguous().reshape(-1).view(torch.uint8)
         found = [torch.empty_like(here) for _ in range(dist.get_world_size())]
         if not self._meet(lambda group: dist.all_gather(found, here, group=group)):
@@ -60,7 +61,7 @@ class Agreement:
         return [one.view(value.dtype).reshape(value.shape) for one in found]
 
     def _meet(self, meet: Callable[[dist.ProcessGroup], object]) -> bool:
-        """Tell whether all ranks took part in a collective, and in all those before."""
+        """Return whether all ranks took part in this collective and all earlier ones."""
         if self._world is not dist.group.WORLD:
             self._world, self._group, self._broken = dist.group.WORLD, None, False
         if self._broken:
@@ -71,7 +72,7 @@ class Agreement:
                     backend="gloo", timeout=self.timeout, use_local_synchronization=True
                 )
             meet(self._group)
-        except RuntimeError as error:  # dist.DistError and gloo's time-outs are RuntimeErrors too
+        except RuntimeError as error:  # includes dist.DistError and gloo's time-outs
             self._broken = True
             logger.warning(
                 "the ranks could not agree within %.0f s (ddp_timeout): from now on this run does"
@@ -89,8 +90,8 @@ class Agreement:
 
 @cache
 def agreement_within(timeout_seconds: float) -> Agreement:
-    """Return this process's agreement with that time-out, which is the same on all ranks."""
-    # With a group for each callback, ranks that ask in different orders would wait in two of them.
+    """Return this process's agreement with that time-out, which must be equal on all ranks."""
+    # With a group per callback, ranks that ask in different orders would wait in two of them.
     return Agreement(timeout_seconds)
 
 
@@ -106,12 +107,12 @@ _num_begun: Counter[str] = Counter()
 class StepEndVote:
     """Lets the ranks agree on one small number at the end of an optimizer step, without hanging."""
 
-    # Perhaps only some ranks were given a callback. So each that will ask announces itself in the
-    # ranks' store. The first that asks about a step writes there whether all are present: then all
-    # vote, or none. Evaluations, saves and generations may be one rank's alone.
+    # Only some ranks may have a callback. So each rank that will ask announces itself in the ranks'
+    # store. The first to ask about a step records there whether all are present: then all vote, or
+    # none. Evaluations, saves and generations may run on a single rank.
 
     def __init__(self, question: str, timeout_seconds: float) -> None:
-        """Announce that this rank asks from now on; `question` says who asks, and how often."""
+        """Announce that this rank asks from now on; `question` names the callback and interval."""
         self._question = question
         self._timeout_seconds = timeout_seconds
         self._is_asking = self._has_voted = self._has_warned = False
@@ -144,8 +145,7 @@ class StepEndVote:
         return highest[0]
 
     def leave(self) -> None:
-        # Once all have voted this key is not used again, and the store may have ended with its
-        # rank.
+        # Once all have voted this key is unused, and the store may have ended with its rank.
         if self._is_asking and not self._has_voted and has_peers():
             with suppress(RuntimeError):
                 ranks_store().add(self._key, -1)
@@ -193,13 +193,13 @@ _PAUSE_SECONDS = 0.02
 
 
 class RollCall:
-    """Asks in the ranks' store who takes part; no rank waits for one that does not."""
+    """Finds in the ranks' store who takes part; no rank waits for one that does not."""
 
-    # An answer ends a turn, which all ranks count alike; to take part again, a rank signs again.
+    # An answer ends a turn, and all ranks count turns equally. To take part again, sign again.
 
     def __init__(self, name: str) -> None:
         self._name = f"trainer_plugins/roll call/{name}"
-        self._turn: int | None = None  # what this rank has signed for; None once it has its answer
+        self._turn: int | None = None  # the turn this rank signed for; None once it has its answer
 
     def sign(self) -> None:
         """Announce that this rank takes part, until it gets an answer or calls `leave`."""
@@ -216,7 +216,7 @@ class RollCall:
         self._turn = None
 
     def missing(self, wait_seconds: float = 60.0) -> str:
-        """Say, the same on every rank, who has not signed after a wait; empty if all have."""
+        """Report, identically on every rank, who has not signed after a wait; empty if all have."""
         if not has_peers():
             return ""
         try:
@@ -226,7 +226,7 @@ class RollCall:
                 if ranks_store().check([key]):
                     break
                 time.sleep(_PAUSE_SECONDS)
-            # The first rank to get here decides for all; who signs later belongs to the next turn.
+            # The first rank here decides for all; later signatures belong to the next turn.
             answer = ranks_store().compare_set(key, "", "some" if absent else "all")
             ranks_store().compare_set(f"{self._name}/turn", str(turn), str(turn + 1))
         except RuntimeError as error:

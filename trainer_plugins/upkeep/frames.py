@@ -17,7 +17,7 @@ from trainer_plugins.record.oom_record import Frame, Moment, Part, Shape
 
 
 def frames_above() -> Iterator[FrameType]:
-    """Yield the frames that called the function which iterates over this, nearest first."""
+    """Yield the frames that called the iterating function, nearest first."""
     # Check a frame's code before its variables: reading `f_locals` keeps the variables alive.
     frame = sys._getframe(1).f_back
     while frame is not None:
@@ -31,13 +31,13 @@ def code_of(function: Callable[..., object]) -> CodeType | None:
 
 
 def is_running(function: Callable[..., object]) -> bool:
-    """Return whether a call of this function is on this thread's stack; about 2 microseconds."""
+    """Return whether this thread's stack has a call of this function; about 2 microseconds."""
     code = code_of(function)
     return any(frame.f_code is code for frame in frames_above())
 
 
 def find_last_errors() -> Iterator[BaseException]:
-    """Yield the error that the interpreter has shown last, and those behind it."""
+    """Yield the last error that the interpreter showed, and its causes."""
     error: BaseException | None = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     while error is not None:
         yield error
@@ -53,7 +53,7 @@ _OURS = (
     "trainer_plugins/survival/attach.py",
 )
 
-# Functions of Trainers, by what they do; the first row decides: a save in training is a save.
+# Functions of Trainers for each moment. The first row wins: a save in training is a save.
 _MOMENTS: tuple[tuple[Moment, frozenset[str]], ...] = (
     ("save", frozenset({"_save_checkpoint", "save_model", "_save_optimizer_and_scheduler"})),
     (
@@ -74,8 +74,8 @@ _OPTIMIZER = re.compile(r"\boptim", re.IGNORECASE)
 
 
 def traceback_frames(traceback: TracebackType | None) -> list[FrameType]:
-    """Return the frames of a traceback, outermost first; they hold tensors, so drop them soon."""
-    # The outermost handles the error and still runs: reading its variables would keep the error.
+    """Return the frames of a traceback, outermost first. They hold tensors, so drop them soon."""
+    # The outermost handles the error and is running: reading its variables would keep the error.
     return [frame for frame, _ in walk_tb(traceback)][1:]
 
 
@@ -111,7 +111,7 @@ def public_path(path: str) -> str:
 
 
 def is_of_project(code: object) -> bool:
-    """Tell whether a class or a function belongs to no installed package and not to Python."""
+    """Return whether a class or function belongs neither to an installed package nor to Python."""
     name = getattr(code, "__module__", None) or "builtins"
     file = getattr(sys.modules.get(name), "__file__", None) or ""
     is_installed = "site-packages" in file or "dist-packages" in file
@@ -120,7 +120,7 @@ def is_of_project(code: object) -> bool:
 
 
 def find_moment(frames: list[FrameType], trainer_class: type | None) -> tuple[Moment, Part]:
-    """Say what the run was doing, and in which part of a step it was."""
+    """Determine the moment of the run, and the part of the step."""
     part = _part(frames)
     codes = [frame.f_code for frame in frames]
     if any(code.co_name == "generate" and "generat" in code.co_filename for code in codes):
@@ -147,8 +147,8 @@ def batch_of(frames: list[FrameType], trainer_class: type | None) -> dict[str, S
 
 
 def drop_variables(frames: list[FrameType]) -> None:
-    """Let running frames whose variables `batch_of` has read hold them no longer by that."""
-    # Before Python 3.13 a frame keeps the dictionary that reading its variables has made.
+    """Release the variables that `batch_of` made running frames hold."""
+    # Before Python 3.13 a frame keeps the dictionary that reading its variables creates.
     for frame in frames:
         if frame.f_code.co_name in _KNOWN and type(frame.f_locals) is dict:
             frame.f_locals.clear()
@@ -156,7 +156,7 @@ def drop_variables(frames: list[FrameType]) -> None:
 
 def _methods_of(frames: list[FrameType], trainer_class: type) -> Iterator[FrameType]:
     for frame in frames:
-        # Names first: reading a frame's variables makes another holder of each.
+        # Names first: reading a frame's variables creates another reference to each.
         if frame.f_code.co_name in _KNOWN and isinstance(frame.f_locals.get("self"), trainer_class):
             yield frame
 

@@ -1,4 +1,4 @@
-"""Prepares a model in training for `generate`, and drops what that leaves behind."""
+"""Prepares a model in training for `generate`, and drops its leftovers."""
 # In train mode with gradient checkpointing `generate` silently returns wrong text: layers drop
 # `past_key_values`, but get one token at a time (transformers #36051, `modeling_layers.py`).
 
@@ -18,13 +18,13 @@ from torch.utils.hooks import RemovableHandle
 from trainer_plugins.upkeep.frames import is_running
 from trainer_plugins.wrapped import base_model
 
-# Surrounds a `generate`; gets the model, its arguments, and keywords to change.
+# Surrounds a `generate`; receives the model, its arguments, and keywords to change.
 GenerateGuard = Callable[
     [nn.Module, tuple[object, ...], dict[str, object]], AbstractContextManager[None]
 ]
 
 
-# The guards of each model, and whether each acts outside training too.
+# The guards of each model, and whether each also acts outside training.
 _guards: WeakKeyDictionary[nn.Module, list[tuple[GenerateGuard, bool]]] = WeakKeyDictionary()
 
 
@@ -52,9 +52,12 @@ def inference_mode_of(model: nn.Module) -> Iterator[None]:
 def generation_memory(model: nn.Module) -> Iterator[None]:
     """Wrap your own preview code, so that the model generates as in inference and leaves nothing.
 
-    Inside, the model is in eval mode without gradient checkpointing. Afterwards every module is
-    restored, even if the block raises, and what `generate` left behind is dropped. Cached memory is
-    not released: all ranks have to agree on that, see `EvalGenerateCleanup`.
+    Inside the block, the model is in eval mode without gradient checkpointing. Afterwards every
+    module is restored, even if the block raises, and leftovers of `generate` are dropped. Cached
+    memory is not freed: all ranks have to agree on that, see `EvalGenerateCleanup`.
+
+        with generation_memory(model):
+            ids = model.generate(**prompt, max_new_tokens=64)
     """
     try:
         with inference_mode_of(model):
@@ -64,7 +67,7 @@ def generation_memory(model: nn.Module) -> Iterator[None]:
 
 
 def drop_leftovers(model: nn.Module) -> list[str]:
-    """Drop what `generate` has left on a model, and return the names of what was dropped."""
+    """Drop the leftovers of `generate` on a model, and return their names."""
     # `_compiled_call` holds the compiled forward of a static cache with the pools of its CUDA
     # graphs; the manager of continuous batching holds a paged cache of most of the card. An
     # ordinary `generate` leaves nothing (transformers 5.23). Not yet measured on a GPU.
@@ -73,7 +76,7 @@ def drop_leftovers(model: nn.Module) -> list[str]:
     for module, name in found:
         stop = getattr(module, "destroy_cached_continuous_batching_manager", None)
         if name == "_cached_continuous_batching_manager" and stop is not None:
-            stop()  # it also stops its thread
+            stop()  # this also stops its thread
         vars(module).pop(name, None)
     # torch imports this only if graphs are in use.
     graphs = sys.modules.get("torch._inductor.cudagraph_trees")
@@ -87,13 +90,13 @@ def drop_leftovers(model: nn.Module) -> list[str]:
 def guard_generate(
     model: nn.Module, guard: GenerateGuard, *, outside_training: bool = False
 ) -> Callable[[], None]:
-    """Wrap a guard around every `model.generate` inside training; return what removes it."""
-    # Outside `Trainer.train` only with `outside_training`: what a failed training left is inert.
+    """Wrap a guard around every `model.generate` inside training; return its removal."""
+    # Outside `Trainer.train` only with `outside_training`, so a failed training leaves no effect.
     if not hasattr(model, "generate"):
         return lambda: None
     if model not in _guards:
         _guards[model] = []
-        # FSDP2 and PEFT set one on the instance. A copy of a guarded model has ours, and theirs.
+        # FSDP2 and PEFT set `generate` on the instance. A guarded model's copy has ours and theirs.
         if "generate" in vars(model) and not _is_guarded(model):
             vars(model)["_generate_before_guards"] = vars(model)["generate"]
         # copy.deepcopy and pickle copy a bound method of a module's function with the model.
@@ -125,7 +128,7 @@ def _is_guarded(model: nn.Module) -> bool:
 
 
 def forbid_training_cache(model: nn.Module) -> Callable[[], None]:
-    """Build no key-value cache in training forwards that are checkpointed; return the undo."""
+    """Build no key-value cache in checkpointed training forwards; return the undo."""
     # transformers 5 withholds it from such layers; older versions and custom models may not.
     base = base_model(model)
     if "use_cache" not in inspect.signature(base.forward).parameters:
@@ -135,8 +138,8 @@ def forbid_training_cache(model: nn.Module) -> Callable[[], None]:
 
 
 def inside_training() -> bool:
-    """Return whether a `Trainer.train` runs on this thread; one that raised has left the stack."""
-    from transformers import Trainer  # below the callbacks imported only when it is needed
+    """Return whether this thread runs a `Trainer.train`; one that raised has left the stack."""
+    from transformers import Trainer  # imported only when needed
 
     return is_running(Trainer.train)
 
@@ -149,7 +152,7 @@ def _drop_cache(
     module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> tuple[tuple[object, ...], dict[str, object]] | None:
     if torch.compiler.is_compiling() or not module.training or not inside_training():
-        return None  # compiled code cannot look at the stack, and is not worth a graph break
+        return None  # compiled code cannot inspect the stack, and is not worth a graph break
     is_checkpointed = next(_find_checkpointed(module), None) is not None
     return (args, {**kwargs, "use_cache": False}) if is_checkpointed else None
 

@@ -1,4 +1,4 @@
-"""Names what has grown and who holds it, or what a run is fed with, once growth is established."""
+"""Names the objects of an established leak and their holder, or the inputs that cause it."""
 
 import gc
 import re
@@ -21,24 +21,24 @@ from trainer_plugins.upkeep.frames import batch_of, drop_variables, frames_above
 from trainer_plugins.upkeep.holders import list_owned, list_tracked, storage_of, users_holder
 from trainer_plugins.watch.leak import LOOKS_TO_NAME
 
-_MOST_TRIED = 6  # things whose holders are sought: each link of a chain walks over all objects
-_LEAST_FRACTION = 0.1  # of the growth that a container has to explain
+_MOST_TRIED = 6  # most objects whose holders to find: each link of a chain walks over all objects
+_LEAST_FRACTION = 0.1  # fraction of the growth that a container must explain
 _NUM_SAMPLED, _NUM_INNER = 4, 100
 _CONTAINERS = (list, dict, set, deque)
 _WRAPPERS = ("torch.utils.data.", "accelerate.")
-_MANY = 10_000  # Python objects of which each worker's copies add up
-_Since = Callable[[int, float], str]  # how many there are, and how many more each time
+_MANY = 10_000  # Python objects of which workers' copies become large
+_Since = Callable[[int, float], str]  # formats the count, and the increase each time
 _Container = list[object] | deque[object] | dict[object, object]
 
 
 class _Named(NamedTuple):
-    """Says what has grown, the cure, and how much its holder has."""
+    """The leaking objects, the cure, and the size of their holder."""
 
     grew: str = ""
     cure: str = ""
     holder: str = ""
     held_bytes: int = 0  # 0: graphs hold it, which no tensor shows
-    num_times: float = 0.0  # how often it grew; 0 is not known
+    num_times: float = 0.0  # how often it grew; 0 if unknown
 
 
 class _Kind(NamedTuple):
@@ -49,7 +49,7 @@ class _Kind(NamedTuple):
 
 
 class GrowthTeller:
-    """Compares what is alive at two looks, and climbs from what is new to a name of the user's."""
+    """Compares live objects at two looks, and follows new ones to a name in the user's code."""
 
     def __init__(
         self, device_type: str, model: nn.Module, optimizer: object | None, dataset: object = None
@@ -66,21 +66,21 @@ class GrowthTeller:
         self._named: dict[str, _Named] = {}
 
     def begin(self) -> None:
-        """Remember what is alive now."""
+        """Remember the live objects."""
         try_read(self._begin, None)
 
     def look(self) -> None:
-        """See the largest tensor of this step's batch."""
+        """Record the largest tensor of this step's batch."""
         if (seen := try_read(_largest_of_batch, None)) is not None:
             self._batches.append(seen)
 
     def tell(self, finding: Finding, step: int, unit: str = "step") -> Finding:
-        """Add to a leak what has grown since `begin`, its holder and the cure; never raise."""
+        """Add to a leak the objects grown since `begin`, their holder and the cure; never raise."""
         since = partial(_since, step=step, unit=unit)
         named = try_read(partial(self._name, finding, since), _Named())
         if named.grew:
             self._named[finding.code] = named._replace(grew=f"at step {step} {named.grew}")
-        else:  # nothing of it came in these two looks
+        else:  # none of its objects appeared in these two looks
             named = self._named.get(finding.code, named)
         if not named.grew:
             return finding
@@ -124,7 +124,7 @@ class GrowthTeller:
         )
 
     def _find_unowned(self, tensors: list[torch.Tensor], device_type: str) -> list[torch.Tensor]:
-        """Return those on a device that neither the model nor its optimizer owns."""
+        """Return tensors on a device that neither the model nor its optimizer owns."""
         owner = list_owned(self._model(), self._optimizer())
         places = (storage_of(each, device_type) for each in owner)
         owned = {place[0] for place in places if place is not None}
@@ -164,7 +164,7 @@ class GrowthTeller:
         return _Named()
 
     def _is_old(self, tensor: torch.Tensor) -> bool:
-        # A new one may be where Python had an old one.
+        # A new tensor may have an old one's address.
         old = self._old.get(id(tensor))
         return old is not None and old() is tensor
 
@@ -193,7 +193,7 @@ class GrowthTeller:
 
 
 def _select_held_in_python(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Leave out what only a graph holds, or a frame of this step."""
+    """Leave out tensors held only by a graph, or by a frame of this step."""
     running = {id(frame) for frame in frames_above()}
     inside: set[int] = set()
     for referrer in gc.get_referrers(*tensors):
@@ -211,7 +211,7 @@ def _items(container: _Container | tuple[object, ...]) -> list[object]:
 
 
 def _item_bytes(container: _Container) -> float:
-    """Estimate what one item takes of main memory, by the last few."""
+    """Estimate the main memory of one item, from the last few."""
     last = _items(container)[-_NUM_SAMPLED:]
     return sum(map(_deep_bytes, last)) / max(1, len(last))
 
@@ -236,14 +236,14 @@ def _kind(tensor: torch.Tensor) -> _Kind:
 def _has_graph(tensor: torch.Tensor) -> bool:
     try:
         return tensor.grad_fn is not None
-    except RuntimeError:  # of a view whose base was written to
+    except RuntimeError:  # a view whose base was written to
         return False
 
 
 def _describe(
     tensor: torch.Tensor, alive: int, a_step: float, since: _Since, holder: str
 ) -> _Named:
-    """Return what has grown, its holder, and the cure as a line of code."""
+    """Describe the growth, its holder, and the cure as a line of code."""
     kind, place = _kind(tensor), _place(holder)
     what = f"{kind.name} {list(tensor.shape)} {str(kind.dtype).partition('.')[2]}"
     name = _name(place)
@@ -270,7 +270,7 @@ def _since(alive: int, a_step: float, step: int, unit: str) -> str:
 
 
 def _place(holder: str) -> str:
-    """Leave the positions in lists out, which differ from tensor to tensor."""
+    """Remove positions in lists, which differ from tensor to tensor."""
     return re.sub(r"(?:\[\d+\])+", "[...]", holder).removesuffix("[...]")
 
 
@@ -279,7 +279,7 @@ def _name(place: str) -> str:
 
 
 def _largest_of_batch() -> tuple[str, tuple[int, ...]] | None:
-    """Return name and shape of the largest tensor of the batch in the step that calls this."""
+    """Return name and shape of the largest tensor of the batch in the calling step."""
     frames = [*frames_above()][::-1]  # outermost first
     batch = batch_of(frames, Trainer)
     drop_variables(frames)
@@ -290,7 +290,7 @@ def _largest_of_batch() -> tuple[str, tuple[int, ...]] | None:
 
 
 def _words_of_batches(seen: Sequence[tuple[str, tuple[int, ...]]]) -> str:
-    """Say how many shapes the batches of these steps had; empty if all had one."""
+    """Describe how many shapes the batches of these steps had; empty if all had the same."""
     shapes = sorted({shape for _, shape in seen}, key=prod)
     if len(shapes) < 2:
         return ""
@@ -299,7 +299,7 @@ def _words_of_batches(seen: Sequence[tuple[str, tuple[int, ...]]]) -> str:
 
 
 def _words_of_dataset(dataset: object) -> tuple[str, str]:
-    """Name what a dataset keeps, which is in each worker, and the cure; empty if nothing shows."""
+    """Name the containers of a dataset, which every worker has, and the cure; empty if none."""
     while type(dataset).__module__.startswith(_WRAPPERS) and hasattr(dataset, "dataset"):
         dataset = dataset.dataset
     kind = type(dataset).__name__

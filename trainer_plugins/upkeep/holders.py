@@ -1,4 +1,4 @@
-"""Counts what is alive on a device, and finds what holds tensors that have no known owner."""
+"""Counts live tensors on a device, and finds the holders of those without a known owner."""
 
 import gc
 import os
@@ -22,7 +22,7 @@ from trainer_plugins.wrapped import local_tensor
 
 T = TypeVar("T")
 
-GROWTH_FRACTION = 0.01  # what may stay allocated of the card before we look for holders
+GROWTH_FRACTION = 0.01  # fraction of the card that may stay allocated before we look for holders
 
 _MAX_LINKS = 6
 _MOST_HELD = 5
@@ -36,7 +36,7 @@ _HERE = os.path.dirname(__file__)
 def leftover(
     device: Device, allocated_before_bytes: int | None, model: nn.Module | None, optimizer: object
 ) -> Finding | None:
-    """Judge whether an evaluation left more allocated than it found, and name what holds it."""
+    """Report an evaluation that left more allocated than it found, with the holders."""
     # On the CPU other code allocates memory too.
     if device.name == "cpu" or allocated_before_bytes is None:
         return None
@@ -60,13 +60,13 @@ def leftover(
 
 
 def list_tracked(kind: type[T]) -> list[T]:
-    """Return all objects of a class that Python tracks, which takes 0.1 to 1 s."""
+    """Return all objects of a class that Python tracks; takes 0.1 to 1 s."""
     # isinstance would ask other libraries' objects for their __class__.
     return [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]
 
 
 def root_modules() -> list[nn.Module]:
-    """Return the modules that are alive and not part of another one."""
+    """Return the live modules that are not part of another one."""
     modules = list_tracked(nn.Module)
     children = (child for module in modules for child in vars(module).get("_modules", {}).values())
     inner = {id(child) for child in children}
@@ -81,7 +81,7 @@ def storage_of(tensor: torch.Tensor, device_type: str) -> tuple[int, int] | None
             return None
         storage = tensor.untyped_storage()
         address, num_bytes = storage.data_ptr(), storage.nbytes()
-    except (RuntimeError, NotImplementedError):  # a wrapper (torchao); we find what it wraps
+    except (RuntimeError, NotImplementedError):  # a wrapper (torchao); we find the tensors inside
         return None
     return (address, num_bytes) if address else None
 
@@ -89,7 +89,7 @@ def storage_of(tensor: torch.Tensor, device_type: str) -> tuple[int, int] | None
 def tensors_held(device_type: str, model: nn.Module | None, optimizer: object) -> list[Held]:
     """Return the largest tensors that neither a model nor the optimizer owns, and their holders."""
     owned = {id(tensor) for tensor in list_owned(model, optimizer)}
-    for module in list_tracked(nn.Module):  # other models too, a teacher's or a reference's
+    for module in list_tracked(nn.Module):  # all models, such as a teacher or a reference
         owned |= {id(buffer) for buffer in vars(module).get("_buffers", {}).values()}
     found: dict[int, tuple[int, torch.Tensor]] = {}
     for tensor in list_tracked(torch.Tensor):
@@ -126,7 +126,7 @@ def list_held(device_type: str, allocated_bytes: int) -> tuple[Held, ...]:
 
 
 def name_holders(tensors: list[torch.Tensor]) -> list[Held]:
-    """Name what holds each of these tensors, apart from this list and the frames of this folder."""
+    """Name the holder of each tensor, ignoring this list and the frames of this folder."""
     return [
         Held(
             num_bytes=tensor.untyped_storage().nbytes(),
@@ -139,7 +139,7 @@ def name_holders(tensors: list[torch.Tensor]) -> list[Held]:
 
 def graphs_held(device_type: str, oldest: bool = False) -> list[Held]:
     """Return the ends of live autograd graphs, largest or oldest first, with their holders."""
-    # During a step, which makes a graph of its own, the oldest are those that other code keeps.
+    # During a step, which builds its own graph, the oldest are kept by other code.
     ends = [
         tensor
         for tensor in list_tracked(torch.Tensor)
@@ -175,21 +175,21 @@ def list_owned(model: nn.Module | None, optimizer: object) -> Iterable[torch.Ten
             yield tensor
             if tensor.grad is not None:
                 yield tensor.grad
-    # accelerate's wrapper of an optimizer shows the states of the one inside.
+    # accelerate's optimizer wrapper exposes the states of the one inside.
     for state in getattr(optimizer, "state", {}).values():
         yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
 def users_holder(thing: object, ours: object) -> str:
-    """Climb to the first name that the user wrote; empty if a step's frames alone hold it."""
+    """Follow holders to the first name in the user's code; empty if only a step's frames do."""
     found = _holder(thing, ours, until_users=True)
     return "" if found == _UNKNOWN or found.startswith(("[", "a local of")) else found
 
 
 def _holder(thing: object, ours: object, until_users: bool = False) -> str:
-    """Climb from an object to what refers to it, up to a module, a frame, or a few names.
+    """Follow an object's holders up to a module, a frame, or a few names.
 
-    A key of a dictionary may be a secret, so what is found is masked.
+    A dictionary key may be a secret, so the result is masked.
     """
     text = ""
     seen = {id(ours), id(thing)}
@@ -214,7 +214,7 @@ def _holder(thing: object, ours: object, until_users: bool = False) -> str:
 
 
 def _owner(thing: object, seen: set[int]) -> tuple[object | None, str]:
-    """Return what refers to an object, and under which name; a frame only if nothing else does."""
+    """Return an object's holder and the name it uses; a frame only if nothing else holds it."""
     frame = None
     for referrer in gc.get_referrers(thing):
         if id(referrer) in seen:
@@ -261,7 +261,7 @@ def _key(items: Iterable[tuple[object, Any]], thing: object) -> object:
 
 
 def count_alive(reading: MemoryReading) -> Alive:
-    """Walk through every object that Python tracks, an earlier run's too; takes 0.1 to 1 s."""
+    """Count every object that Python tracks, including an earlier run's; takes 0.1 to 1 s."""
     device_type = reading.device.split(":")[0]
     ledger = _Ledger(device_type)
     models = _models_counted(ledger)
@@ -273,7 +273,7 @@ def count_alive(reading: MemoryReading) -> Alive:
     graphs = graphs_held(device_type, oldest=True)
     return Alive(
         category_bytes=dict(ledger.category_bytes),
-        # A process has far more in main memory than tensors.
+        # A process has far more than tensors in main memory.
         hidden_bytes=0 if device_type == "cpu" else max(0, hidden_bytes),
         module_bytes=dict(ledger.module_bytes.most_common(_MOST_MODULES)),
         models=models,

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 Metrics = Callable[[EvalPrediction], dict[str, Any]]  # a `compute_metrics`
 
-ROOM = 0.5  # the fraction of free memory that kept outputs may take; forward passes need the rest
+ROOM = 0.5  # fraction of free memory for kept outputs; forward passes need the rest
 _FILLER = -100  # pads rows and logits of unequal length (transformers, evaluation_loop)
 
 
@@ -37,7 +37,7 @@ def count_kept_bytes(outputs: object, as_arrays: bool = False) -> int:
 def judge_kept(
     batch_bytes: int, num_batches: int, are_joined: bool, free_bytes: int, place: str
 ) -> Finding | None:
-    """Judge whether the outputs of all batches fit; `free_bytes` includes what is kept already."""
+    """Judge whether the outputs of all batches fit; `free_bytes` includes those kept already."""
     need = batch_bytes * num_batches * (2 if are_joined else 1)
     if need <= ROOM * free_bytes:
         return None
@@ -62,7 +62,7 @@ def judge_kept(
 
 
 class Argmaxed:
-    """Answers `argmax` over the last axis as an array of all logits does, and refuses the rest."""
+    """Answers `argmax` over the last axis as an array of all logits would; refuses all else."""
 
     def __init__(self, places: NDArray[np.int64], num_classes: int) -> None:
         self._places = places
@@ -84,7 +84,7 @@ class Argmaxed:
 
 
 def explain_no_argmax(metrics: Metrics, outputs: object, labels: object) -> str:
-    """Say why the argmax cannot replace the logits; empty if both give the same metrics."""
+    """Return why the argmax cannot replace the logits; empty if both give the same metrics."""
     if not isinstance(outputs, torch.Tensor) or not outputs.is_floating_point():
         return f"the model returns {type(outputs).__name__}, not just logits"
     if outputs.dim() < 2:
@@ -103,7 +103,7 @@ def explain_no_argmax(metrics: Metrics, outputs: object, labels: object) -> str:
 
 
 def metrics_of_argmax(metrics: Metrics, num_classes: int) -> Metrics:
-    """Return a `compute_metrics` that takes the argmax where the user's takes logits."""
+    """Return a `compute_metrics` that feeds the argmax to the user's function instead of logits."""
     return lambda kept: metrics(_prediction(kept.predictions, num_classes, kept.label_ids))
 
 

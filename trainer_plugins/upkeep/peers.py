@@ -1,4 +1,4 @@
-"""Notes which rank's process ended first: a launcher ends the others, and then all are silent."""
+"""Records which rank's process ended first: a launcher ends the others, and all fall silent."""
 
 import os
 import select
@@ -14,9 +14,9 @@ from trainer_plugins.record.history import GONE
 
 
 def watch_peers(folder: Path) -> Callable[[], None]:
-    """Leave an empty file for each rank of this machine that ends; return what stops that.
+    """Create an empty file for each rank of this machine that ends; return a function to stop.
 
-    A thread waits for the kernel to say so. It sees the ranks that the same launcher has started.
+    A thread waits for notifications from the kernel. It sees ranks started by the same launcher.
     """
     peers = _peers() if hasattr(os, "pidfd_open") else {}
     if not peers:
@@ -40,7 +40,7 @@ def _watch(peers: dict[int, int], is_over: int, folder: Path) -> None:
 
 
 def _peers() -> dict[int, int]:
-    """Return the rank of each other process of this launch, by a descriptor of the process."""
+    """Return the rank of each other process of this launch, by process descriptor."""
     found = {}
     launcher = psutil.Process().parent() if "LOCAL_RANK" in os.environ else None
     for each in launcher.children() if launcher is not None else ():

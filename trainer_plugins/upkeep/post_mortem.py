@@ -1,4 +1,4 @@
-"""A run that raises gets what is known written into its folder before the error goes on."""
+"""Writes the facts of a run that raises into its folder, before the exception propagates."""
 
 import logging
 import os
@@ -45,7 +45,7 @@ _TAIL_BYTES = 1 << 14
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """Describes the run that raised, and where its record goes."""
+    """The run that raised, and the location of its record."""
 
     folder: Path
     call: str
@@ -62,8 +62,11 @@ class Scene:
 def report_oom(output_dir: str | os.PathLike[str]) -> Iterator[None]:
     """Record an out-of-memory error that leaves this block, for code without a Trainer.
 
-    The file is `<output_dir>/_trainer_plugins/oom-rank<R>.json`; a number is added to its name if
-    it exists already. The error goes on unchanged. Without an error it costs nothing.
+    The file is `<output_dir>/_trainer_plugins/oom-rank<R>.json`, with a number in its name if that
+    exists already. The original exception propagates. Without an error it costs nothing.
+
+        with report_oom("out"):
+            train()
 
     Args:
         output_dir: the folder for the file, which `trainer-plugins explain` reads.
@@ -72,14 +75,14 @@ def report_oom(output_dir: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        with suppress(Exception):  # the error goes on, even if its record fails
+        with suppress(Exception):  # the original propagates, even if its record fails
             if (found := classify(error)) is not None:
                 record_oom(error, found, _scene_without_trainer(Path(output_dir), began_seconds))
         raise
 
 
 def record_oom(error: BaseException, found: OutOfMemory, scene: Scene) -> str:
-    """Record an error while it is handled, and say where; return the file's name, if written."""
+    """Record an error while handling it, and print the path; return the name of a written file."""
     record = _record(error, found, scene)
     try:
         path = write_new(scene.folder, f"oom-rank{scene.run.rank}", asdict(record))
@@ -93,7 +96,7 @@ def record_oom(error: BaseException, found: OutOfMemory, scene: Scene) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the class of an error and the first line of its message, without secrets."""
+    """Return an error's class and the first line of its message, without secrets."""
     lines = mask_text(str(error)).strip().splitlines() or [""]
     return printable(f"{type(error).__name__}: {lines[0][:300]}".rstrip(": "))
 
@@ -204,13 +207,13 @@ def _scene_without_trainer(folder: Path, began_seconds: float) -> Scene:
     )
 
 
-MAX_ENTRIES = 100_000  # how many allocations torch keeps; by default without limit
+MAX_ENTRIES = 100_000  # allocations that torch keeps; its default is no limit
 
 
 class _SnapshotState:
-    """Holds what torch's own snapshot of a CUDA error needs."""
+    """State for torch's own snapshot at a CUDA error."""
 
-    draft: Path | None = None  # where the next snapshot goes
+    draft: Path | None = None  # path of the next snapshot
     is_attached = False  # torch cannot detach an observer, so ours does nothing without a draft
 
 
@@ -218,7 +221,7 @@ _state = _SnapshotState()
 
 
 def record_history(folder: Path, rank: int) -> bool:
-    """Record allocations from now on, for a snapshot; False where torch has no snapshots."""
+    """Record allocations from now on, for a snapshot; False if torch has no snapshots here."""
     attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
     if attach is None or not torch.cuda.is_available():
         return False
@@ -233,7 +236,7 @@ def record_history(folder: Path, rank: int) -> bool:
 
 
 def keep_snapshot() -> str:
-    """Rename the last snapshot, which the next one would replace, and return its name, if any."""
+    """Rename the last snapshot, which the next one would replace; return its name, if any."""
     draft = _state.draft
     if draft is None or not draft.exists():
         return ""
@@ -263,5 +266,5 @@ def _on_out_of_memory(device: int, asked: int, allocated: int, free: int) -> Non
             # torch's viewer reads protocols 2 to 4.
             pickle.dump(torch.cuda.memory._snapshot(), file, protocol=4)
     except Exception:
-        # An error here would hide the one that is being thrown.
+        # An error here would hide the original.
         logger.warning("torch's snapshot could not be written to %s", draft, exc_info=True)

@@ -1,4 +1,4 @@
-"""Releases cached memory, on every rank at the same step or on none, and only when it pays."""
+"""Frees cached memory on every rank at the same step or on none, and only when it pays off."""
 
 import logging
 from collections import deque
@@ -14,16 +14,16 @@ from trainer_plugins.watch.foreign import tolerance_bytes
 
 logger = logging.getLogger(__name__)
 
-RECENT_STEPS = 50  # how long growth outside torch counts: another process's, or NCCL's at first
-_NO, _YES, _HOLD = 0, 1, 2  # a rank's vote; the highest one counts
+RECENT_STEPS = 50  # growth outside torch counts this long: another process's, or NCCL's at first
+_NO, _YES, _HOLD = 0, 1, 2  # a rank's vote; the highest one wins
 
 
 @dataclass(eq=False)
 class AgreedRelease:
-    """Releases one device's cache when any rank has enough to gain and no rank objects."""
+    """Frees one device's cache when any rank has enough to gain and no rank objects."""
 
     # The cache reserves memory for this run. If memory outside torch grew within the last 50 steps,
-    # another process is taking what is free: then this rank objects, and all keep their caches.
+    # another process is taking free memory: this rank then objects, and all keep their caches.
 
     device: Device
     timeline: Timeline
@@ -33,11 +33,11 @@ class AgreedRelease:
     _noticed: deque[tuple[int, int]] = field(default_factory=deque, init=False)
 
     def consider(self, step: int, reason: str, *, is_due: bool = True) -> Flush | None:
-        """Ask all ranks, and release if they agree; all have to call this at the end of a step."""
+        """Ask all ranks, and free the cache if they agree. Collective, at the end of a step."""
         wish = _HOLD
         try:
             wish = self._wish(step, is_due)
-        finally:  # a reading that fails must not keep the other ranks waiting
+        finally:  # a failed reading must not make the other ranks wait
             agreed = self.vote.highest(wish, step)
         if agreed != _YES:
             return None
@@ -63,7 +63,7 @@ class AgreedRelease:
     def _wish(self, step: int, is_due: bool) -> int:
         reading = self.notice(step)
         grown_bytes = reading.non_torch_bytes - min(num_bytes for _, num_bytes in self._noticed)
-        # Main memory is not reserved by us: there is nothing to hold.
+        # We do not reserve main memory: there is nothing to hold.
         if self.device.name != "cpu" and grown_bytes >= tolerance_bytes(reading.total_bytes):
             logger.info(
                 "step %d: holding the cache, memory outside torch grew by %s",

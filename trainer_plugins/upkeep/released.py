@@ -1,4 +1,4 @@
-"""Frees what a Trainer holds on its card, and names what holds the rest."""
+"""Frees a Trainer's GPU memory, and names the holders of the rest."""
 
 import gc
 import traceback
@@ -18,37 +18,40 @@ from trainer_plugins.upkeep.holders import GROWTH_FRACTION, list_held
 
 
 def released(trainer: HfTrainer) -> "Released":
-    """Free what a Trainer holds on its card: now, and again at the end of a `with` block.
+    """Free a Trainer's GPU memory: now, and again at the end of a `with` block.
 
         released(trainer)              # after a training, whether it ended or failed
 
         with released(trainer):        # also if it raises
             trainer.train()
 
-    The model, and any other module that the Trainer holds, moves to main memory, and back to its
-    card when it is called next: training, evaluating and saving go on as before. Gradients, the
-    optimizer's states, the dataloaders' batches, and the wrapper of DDP with its buckets are
-    dropped; a later `train()` begins with new states, unless it resumes. Tracebacks that Python and
-    IPython keep of a failure in this Trainer lose the variables of their frames, not their lines.
+    The model, and any other module of the Trainer, moves to main memory, and back to its GPU when
+    it is next called, so you can train, evaluate and save as before. Gradients, optimizer states,
+    the dataloaders' batches, and the wrapper of DDP with its buckets are dropped; a later `train()`
+    starts with new states, unless it resumes. Tracebacks of a failure in this Trainer that Python
+    and IPython keep lose the variables of their frames, not their lines.
 
-    What other variables hold stays, and the result names it as in code.
+    Tensors held by other variables stay; the result names each of them as in code.
 
-    Cost: main memory of the model's size, one copy over the bus each way, and 0.1 to 1 s to look
-    for holders, if anything is left.
+    Cost: main memory the size of the model, one copy over the bus each way, and 0.1 to 1 s to find
+    holders, if anything is left.
 
     Args:
-        trainer: alone or under DDP. With FSDP or DeepSpeed, whose ranks hold pieces, and with a
-            model that is spread over several devices, the model stays where it is.
+        trainer: alone or under DDP. Under FSDP or DeepSpeed, whose ranks hold shards, and if the
+            model is spread over several devices, the model stays where it is.
+
+    Returns:
+        A `Released`, with `freed_bytes`, `left_bytes` and `held`.
     """
     return Released(trainer)
 
 
 class Released:
-    """Says what was freed, what is left, and what holds it. It is a context manager too."""
+    """The bytes freed, the bytes left, and their holders. Also a context manager."""
 
-    freed_bytes = 0  # allocated bytes that were freed, in total
-    left_bytes = 0  # allocated bytes that are left
-    held: tuple[Held, ...] = ()  # the largest of what is left, if that is more than 1% of the card
+    freed_bytes = 0  # total allocated bytes freed
+    left_bytes = 0  # allocated bytes left
+    held: tuple[Held, ...] = ()  # the largest tensors left, if those exceed 1% of the card
 
     def __init__(self, trainer: HfTrainer) -> None:
         # A notebook keeps the result of a cell in `Out`: it must not keep the Trainer.
@@ -107,8 +110,8 @@ def _let_go(trainer: HfTrainer) -> None:
         return
     trainer.accelerator.free_memory()
     trainer.model_wrapped = trainer.model
-    if trainer.model is not None:  # it is None after one of optuna's trials
-        # The next training or evaluation then prepares the model again, and places it.
+    if trainer.model is not None:  # None after one of optuna's trials
+        # The next training or evaluation then prepares the model again, and moves it.
         trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
         vars(trainer.model).pop("_is_accelerate_prepared", None)
     if trainer.optimizer is not None:
@@ -127,7 +130,7 @@ def _let_go(trainer: HfTrainer) -> None:
 
 
 def _forget_failure(trainer: HfTrainer) -> None:
-    """Clear the frames of the error that an interpreter keeps, if this Trainer raised it."""
+    """Clear the frames of the interpreter's last error, if this Trainer raised it."""
     ours = {code_of(getattr(type(trainer), name)) for name in ("train", "evaluate", "predict")}
     for error in find_last_errors():
         frames = error.__traceback__
@@ -142,6 +145,6 @@ def _clear(frames: TracebackType | None) -> None:
             frame.clear()
         except RuntimeError:
             continue
-        # Up to Python 3.12 a frame whose variables were read, as IPython does to print them, keeps
-        # a copy; reading them again renews it.
+        # Up to Python 3.12, if a frame's variables were read, as IPython does to print them, it
+        # keeps a copy; reading them again renews it.
         frame.f_locals  # noqa: B018

@@ -1,4 +1,4 @@
-"""Finds foreign memory: what other processes hold on our card, by bytes, not by names."""
+"""Finds memory that other processes hold on our card, by bytes rather than by process name."""
 
 import os
 from collections.abc import Collection
@@ -14,12 +14,12 @@ from trainer_plugins.units import GIB, MIB, size
 
 
 def tolerance_bytes(total_bytes: int) -> int:
-    """Return how far memory outside torch may move: cuBLAS, NCCL and CUDA graphs grow it too."""
+    """Return the normal drift of memory outside torch: cuBLAS, NCCL and CUDA graphs use it too."""
     return min(512 * MIB, total_bytes // 20)
 
 
 def context_allowance_bytes(total_bytes: int) -> int:
-    """Return what CUDA's context, loaded kernels and NCCL may take; we have seen 0.3 to 1 GiB."""
+    """Return an allowance for CUDA's context, kernels and NCCL; we have seen 0.3 to 1 GiB."""
     return min(3 * GIB // 2, total_bytes // 10)
 
 
@@ -29,10 +29,10 @@ def foreign_memory(
     processes: tuple[GpuProcess, ...] | None,
     own_pids: Collection[int],
 ) -> Finding | None:
-    """Judge how much of the card other processes hold; before a launch there are no `own_pids`."""
+    """Judge the memory that other processes hold; before a launch there are no `own_pids`."""
     listed = processes or ()
     known_bytes = {each.pid: each.used_bytes for each in listed if each.used_bytes is not None}
-    # A list is complete only if it knows us: in a container it may have the host's pids.
+    # The list is complete only if it includes us: in a container it may hold the host's pids.
     if any(pid in known_bytes for pid in own_pids) or (listed and not own_pids):
         used_bytes = reading.total_bytes - reading.free_bytes
         foreign_bytes = used_bytes - sum(known_bytes.get(pid, 0) for pid in own_pids)
@@ -58,8 +58,8 @@ def foreign_memory(
 
 
 def helpers(processes: tuple[GpuProcess, ...] | None, own_pids: Collection[int]) -> str:
-    """Name the other processes of this run on its card; empty if the driver lists none."""
-    # DCP's helpers do, and ranks that open a context on the first card (pytorch#151030).
+    """List the other processes of this run on its card; empty if the driver lists none."""
+    # DCP's helper processes, and ranks that open a context on the first card (pytorch#151030).
     return ", ".join(
         _describe(each)
         for each in processes or ()

@@ -1,4 +1,4 @@
-"""Finds fragmentation: reserved memory that no request fits into, and retries caused by it."""
+"""Finds fragmentation: reserved memory that fits no request, and the retries that it causes."""
 
 from trainer_plugins import advice
 from trainer_plugins.advice import Door
@@ -11,7 +11,7 @@ STUCK_FRACTION = 0.10
 
 
 def against_fragmentation(is_expandable: bool) -> str:
-    """Say what reduces fragmentation, by whether torch was told to use expandable segments."""
+    """Return the remedy for fragmentation, depending on whether segments are expandable already."""
     padding = advice.PAD_TO_FEW_LENGTHS.flag(Door.ARGUMENTS)
     if is_expandable:
         return (
@@ -23,7 +23,7 @@ def against_fragmentation(is_expandable: bool) -> str:
 
 
 def stuck_memory(flush: Flush, total_bytes: int, *, is_expandable: bool = False) -> Finding | None:
-    """Judge what a release could not free: cached memory in segments that hold live tensors too."""
+    """Judge the cache that a release could not free: its segments also hold live tensors."""
     fraction = flush.stuck_bytes / total_bytes
     if fraction < STUCK_FRACTION:
         return None
@@ -42,11 +42,11 @@ def stuck_memory(flush: Flush, total_bytes: int, *, is_expandable: bool = False)
 def allocator_retries(
     before: MemoryReading, now: MemoryReading, *, is_expandable: bool = False
 ) -> Finding | None:
-    """Judge allocations since an earlier reading that succeeded only after a flush of the cache."""
+    """Judge allocations since an earlier reading that succeeded only after flushing the cache."""
     retries = now.num_alloc_retries - before.num_alloc_retries
     if retries <= 0:
         return None
-    # Some is released by now: at the peak at least the peak was reserved.
+    # Some of it may be released by now, but the peak was reserved at least.
     reserved_bytes = max(now.reserved_bytes, now.peak_allocated_bytes)
     return Finding.warning(
         code="allocator-retries",

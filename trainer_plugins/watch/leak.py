@@ -1,4 +1,4 @@
-"""Finds leaks: memory that rises from step to step, of which kind, and how many steps are left."""
+"""Finds leaks: which kind of memory rises from step to step, and how many steps remain."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,15 +13,15 @@ from trainer_plugins.reading import MemoryReading
 from trainer_plugins.units import size
 from trainer_plugins.watch.fragmentation import against_fragmentation
 
-WINDOW = 32  # the number of steps that are judged together
+WINDOW = 32  # number of steps judged together
 
 # Looks before growth counts: first steps add optimizer states, cuBLAS workspaces, NCCL buffers.
 WARM_UP_LOOKS = 8
 
-# Looks after growth is established, until what is new is named: one step's tensors come and go.
+# Looks between detecting growth and naming it, because a step's own tensors come and go.
 LOOKS_TO_NAME = 2
 
-RISES_AT_MOMENTS = 2 + LOOKS_TO_NAME  # two establish growth, the others show what is new
+RISES_AT_MOMENTS = 2 + LOOKS_TO_NAME  # two rises establish growth, the rest identify its tensors
 
 _BLOCK = 4
 _RISING_FRACTION = 0.001
@@ -29,7 +29,7 @@ _RISING_FRACTION = 0.001
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Holds what is live after a step, once activations are freed; sizes in bytes."""
+    """Memory that is live after a step, once activations are freed; sizes in bytes."""
 
     step: int
     tensors: int
@@ -40,7 +40,7 @@ class Footprint:
 
     @classmethod
     def take(cls, step: int, reading: MemoryReading, host: int) -> "Footprint":
-        """Take from a reading what is on its card; main memory has a kind of its own."""
+        """Take the card's memory from a reading; a reading of the CPU counts as `host` only."""
         is_card = reading.device != "cpu"
         tensors = reading.allocated_bytes if is_card else 0
         non_torch = reading.non_torch_bytes if is_card else 0
@@ -49,7 +49,7 @@ class Footprint:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """Tells how fast one kind of memory rises, and for how many steps there is room."""
+    """The rate at which one kind of memory rises, and the number of steps until it is full."""
 
     kind: str  # the field of `Footprint` that rises
     bytes_a_step: float
@@ -58,7 +58,7 @@ class Growth:
 
     @property
     def ends_the_run(self) -> bool:
-        """Return whether the run then fails: for a full cache the allocator only has to wait."""
+        """Return whether growth ends in an OOM; a full cache only makes the allocator flush it."""
         return self.kind != "cache"
 
 
@@ -83,27 +83,27 @@ KINDS = {
         "Look at the dataset: caches that each worker fills, Python objects of which each makes a"
         " copy.",
     ),
-}  # what of each kind of memory rises, and the remedy, by the field of `Footprint`
+}  # by the field of `Footprint`: a description of the rise, and the remedy
 
 
 class Teller(Protocol):
-    """Names what grows and who holds it."""
+    """Identifies the tensors that grow and the objects that hold them."""
 
     def begin(self) -> None:
-        """Remember what is alive now."""
+        """Remember the live tensors."""
 
     def look(self) -> None:
-        """See a step's batch between `begin` and `tell`."""
+        """Look at a step's batch between `begin` and `tell`."""
 
     def tell(self, finding: Finding, step: int, unit: str = "step") -> Finding:
-        """Add to a leak what has grown since `begin`."""
+        """Add the growth since `begin` to the finding of a leak."""
 
 
 class AtMoments:
-    """Finds live tensors that rise with each save or evaluation, and not in the steps between."""
+    """Finds live tensors that rise with each save or evaluation but not in the steps between."""
 
     def __init__(self) -> None:
-        self._lows: dict[str, list[int]] = {}  # of the steps before each of these moments
+        self._lows: dict[str, list[int]] = {}  # before each such moment, the lowest of the steps
         self._low_bytes: dict[str, int] = {}
         self._last_bytes = 0
 
@@ -113,11 +113,11 @@ class AtMoments:
             self._low_bytes[moment] = min(low_bytes, allocated_bytes)
 
     def rises(self, moment: str, total_bytes: int) -> list[int]:
-        """Begin a new interval at this moment; return the rises so far if all of them count."""
+        """Start a new interval at this moment; return the rises so far if all are significant."""
         low_bytes, self._low_bytes[moment] = self._low_bytes.get(moment), total_bytes
         lows = self._lows.setdefault(moment, [])
         if low_bytes is None or low_bytes == total_bytes:
-            return []  # the first of its kind, or no step since the last one
+            return []  # the first of its kind, or no step since the last
         lows.append(low_bytes)
         rises = [after - before for before, after in pairwise(lows[-RISES_AT_MOMENTS - 1 :])]
         least_bytes = max(_RISING_FRACTION * total_bytes, 2 * (self._last_bytes - low_bytes))
@@ -125,7 +125,7 @@ class AtMoments:
 
 
 def leak_at(moment: str, rises: Sequence[int], reading: MemoryReading, step: int) -> Finding:
-    """Report a leak of one moment."""
+    """Report a leak that grows with each save or evaluation."""
     what, remedy = KINDS["tensors"]
     each_bytes = int(median(rises))
     num_left = reading.headroom_bytes // each_bytes
@@ -146,7 +146,7 @@ def leaks(
     *,
     is_expandable: bool = False,
 ) -> list[Finding]:
-    """Report what `growths` finds, with a remedy for each kind of memory."""
+    """Report the results of `growths`, with a remedy for each kind of memory."""
     found = []
     for growth in growths(window, card, host):
         what, remedy = KINDS[growth.kind]
@@ -176,7 +176,7 @@ def leaks(
 
 
 def _count_gaps(rising: list[Growth], card: MemoryReading) -> list[Growth]:
-    """Count a cache that rises less than live tensors as theirs: the gaps beside what is kept."""
+    """Merge a cache that rises less than live tensors into theirs: it is the gaps between leaks."""
     rates = {each.kind: each.bytes_a_step for each in rising}
     tensors, gaps = rates.get("tensors", 0.0), rates.get("cache", 0.0)
     if not 0 < gaps < tensors:
@@ -192,32 +192,32 @@ def _count_gaps(rising: list[Growth], card: MemoryReading) -> list[Growth]:
 
 
 def _nearness(num_left: int) -> float:
-    """Return how near the end is, as the part of what is left that one more rise takes."""
+    """Return how near the end is: one rise as a fraction of the remaining rises."""
     return 1 / (1 + num_left)
 
 
 def is_leak_news(leak: Finding, before: Finding | None) -> bool:
-    """Tell whether to report a leak: again when its severity rises, or when half is left."""
+    """Return whether to report a leak again: its severity rose, or the steps left have halved."""
     if before is None or leak.severity > before.severity:
         return True
-    is_of_steps = "bytes_a_step" in leak.data  # and not of saves or evaluations
+    is_of_steps = "bytes_a_step" in leak.data  # rather than of saves or evaluations
     if is_of_steps != ("bytes_a_step" in before.data):
         return is_of_steps
     return leak.amount >= 2 * before.amount
 
 
 def looks_to_name(code: str) -> int:
-    """Return how many steps to wait before what a leak is of is named: lengths need some more."""
+    """Return how many steps to wait before naming a leak; naming lengths takes longer."""
     return WINDOW // 4 if code == "leak-cache" else LOOKS_TO_NAME
 
 
 def growths(window: Sequence[Footprint], card: MemoryReading, host: MemoryReading) -> list[Growth]:
     """Judge footprints of consecutive steps, oldest first; fewer than `WINDOW` show no growth."""
-    # By Theil and Sen's slope (the median over all pairs) of the minima of blocks of 4 steps, which
-    # long batches, saves and evaluations do not move. A leak rises in all blocks but one.
+    # We take the Theil-Sen slope (the median over all pairs) of the minima of blocks of 4 steps, so
+    # that long batches, saves and evaluations do not move it. A leak rises in all blocks but one.
     if len(window) < WINDOW:
         return []
-    footprints = list(window)  # a deque does not slice
+    footprints = list(window)  # deques do not slice
     blocks = [footprints[i : i + _BLOCK] for i in range(0, len(footprints) - _BLOCK + 1, _BLOCK)]
     found = []
     for kind in KINDS:
@@ -226,7 +226,7 @@ def growths(window: Sequence[Footprint], card: MemoryReading, host: MemoryReadin
             total_bytes, left_bytes = host.total_bytes, host.free_bytes
         lows = [min(getattr(footprint, kind) for footprint in block) for block in blocks]
         risen_bytes = lows[-1] - lows[0]
-        # The cheap tests come first, because a healthy run fails them.
+        # Cheap tests first: healthy runs fail them.
         if risen_bytes < _RISING_FRACTION * total_bytes:
             continue
         if sum(after > before for before, after in pairwise(lows)) < len(lows) - 2:

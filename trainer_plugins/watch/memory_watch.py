@@ -1,4 +1,4 @@
-"""MemoryWatch: watches one device with a budget and a timeline; it does not know the Trainer."""
+"""MemoryWatch: watches one device with a budget and a timeline, independent of the Trainer."""
 
 import os
 from collections import deque
@@ -44,13 +44,13 @@ from trainer_plugins.watch.pressure import (
 
 HOST_EVERY_SECONDS = 5.0
 PROCESSES_EVERY_SECONDS = 10.0
-WORKERS_SHARE = 0.01  # of the time, at most, for reading what workers hold
+WORKERS_SHARE = 0.01  # largest share of time spent on reading the workers' memory
 
 
 class MemoryWatch:
-    """Looks at one device, remembers what it saw, and reports what is new or has become worse."""
+    """Looks at one device, remembers its readings, and reports findings that are new or worse."""
 
-    # It owns the device's peak counter: each look reads it and starts a new interval.
+    # It owns the device's peak counter: each look reads the peak and resets it.
 
     def __init__(
         self,
@@ -76,19 +76,19 @@ class MemoryWatch:
         self._num_noted = timeline.num_added
         self._non_torch_bytes: int | None = None
         self._footprints: deque[Footprint] = deque(maxlen=WINDOW)
-        self._growing_at: set[str] = set()  # moments whose leaks go on
+        self._growing_at: set[str] = set()  # moments with an ongoing leak
         self._unnamed: list[Finding] = []
         self._num_waited = 0
         self._of_workers: deque[Footprint] = deque(maxlen=WINDOW)
         self._at_moments = AtMoments()
-        self._num_to_name: dict[str, int] = {}  # how often a moment comes until its leak is named
+        self._num_to_name: dict[str, int] = {}  # recurrences until its leak is named
         self._judged_flush: Flush | None = None
         self._reported: dict[str, Finding] = {}
         self._charted: MemoryReading | None = None
         self._num_charted: dict[Timeline, int] = {}
 
     def look(self, step: int, moment: str, num_tokens_seen: int = 0) -> list[Finding]:
-        """Take one reading, start a new peak, and return the news of a moment, in about 50 us."""
+        """Take a reading, start a new peak, and return the new findings; takes about 50 us."""
         generated = self.generations.sample(step)
         if generated is not None:
             self.timeline.add(generated)
@@ -98,7 +98,7 @@ class MemoryWatch:
         self.timeline.add(
             Sample(step=step, moment=moment, reading=reading, num_tokens_seen=num_tokens_seen)
         )
-        if self._charted is None:  # the first peak belongs to what came before, loading the model
+        if self._charted is None:  # the first peak belongs to loading the model
             self._begin_chart(reading)
         judged = (
             pressure(generated.reading, self.budget, generated.moment) if generated else None,
@@ -122,7 +122,7 @@ class MemoryWatch:
         return before is None or finding.worse_than(before)
 
     def _excuse_survival(self, reading: MemoryReading) -> None:
-        """Leave out the retries of an interval in which survival tried what did not fit."""
+        """Ignore allocator retries of an interval in which survival handled an OOM."""
         noted, self._num_noted = self.timeline.since(self._num_noted), self.timeline.num_added
         before, self._last = self._last, reading
         if self._warm is None or before is None or not any(map(_is_survival, noted)):
@@ -131,7 +131,7 @@ class MemoryWatch:
         self._warm = replace(self._warm, num_alloc_retries=num)
 
     def metrics(self) -> dict[str, float] | None:
-        """Return what was seen since the last call, without a reading; None without a look."""
+        """Return the metrics since the last call, without a new reading; None without a look."""
         entries = [
             entry for timeline, num in self._num_charted.items() for entry in timeline.since(num)
         ]
@@ -209,7 +209,7 @@ class MemoryWatch:
         if self._num_train_looks <= WARM_UP_LOOKS or self._host_reading is None:
             return []
         self._footprints.append(Footprint.take(step, reading, self._host.resident_bytes()))
-        # Judge once a quarter of the window is new: it costs 0.2 ms, and leaks are slow.
+        # Judge each time a quarter of the window is new: it costs 0.2 ms, and leaks are slow.
         if self._num_train_looks % (WINDOW // 4):
             return []
         host = self._host_reading
@@ -229,7 +229,7 @@ class MemoryWatch:
             return []
         num_bytes = sum(self._host.worker_bytes())
         self._of_workers.append(Footprint(step, 0, 0, 0, 0, num_bytes))
-        took = monotonic() - began  # the kernel walks each worker's page table
+        took = monotonic() - began  # the kernel walks every worker's page table
         self._ask_workers_at = began + max(HOST_EVERY_SECONDS, took / WORKERS_SHARE)
         found = leaks(self._of_workers, reading, self._host_reading)
         return self._report([each for each in found if self._is_news(each)], step)
@@ -269,24 +269,24 @@ class MemoryWatch:
 
 
 class GenerationPeaks:
-    """Reads the device around each generation between two looks, of which the fullest counts."""
+    """Reads the device around each generation between two looks, and keeps the fullest reading."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._depth = 0
-        self._around_bytes = 0  # the highest peak before a generation since the last look
+        self._around_bytes = 0  # highest peak before a generation, since the last look
         self._fullest: MemoryReading | None = None
         self._num = 0
         self._ended_seconds = 0.0
 
     def begin(self) -> None:
-        """Begin a generation; one inside another belongs to the outer one."""
+        """Begin a generation. A nested one belongs to the outer one."""
         self._depth += 1
         if self._depth == 1:
             self._around_bytes = max(self._around_bytes, self._read().peak_allocated_bytes)
 
     def end(self) -> None:
-        """End it; call it once for each `begin`, even if the generation or `begin` has raised."""
+        """End a generation. Call it once per `begin`, even if the generation or `begin` raised."""
         self._depth -= 1
         if self._depth:
             return
@@ -325,7 +325,7 @@ def _is_survival(entry: Entry) -> bool:
 
 
 def own_pids() -> set[int]:
-    """Return this run's processes on this machine: ours, our children, our launcher's ranks."""
+    """Return the pids of this run on this machine: ours, our children, our launcher's ranks."""
     me = psutil.Process()
     family = [me, *me.children(recursive=True)]
     if "LOCAL_RANK" in os.environ and (launcher := me.parent()) is not None:

@@ -1,4 +1,4 @@
-"""Judges how full a device, main memory and /dev/shm may become."""
+"""Judges how full a device, main memory and /dev/shm are."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ SHM_FREE_FRACTION = 0.10
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Holds two limits of a device, each a fraction of its total memory."""
+    """Two limits for a device, as fractions of its total memory."""
 
     warn_fraction: float = 0.90
     act_fraction: float = 0.97
@@ -27,7 +27,7 @@ class Budget:
             )
 
     def severity(self, fraction: float) -> Severity | None:
-        """Return the severity of using this fraction of the device; None within the budget."""
+        """Return the severity of using this fraction of the device; None if it is within budget."""
         if fraction < self.warn_fraction:
             return None
         return Severity.ERROR if fraction >= self.act_fraction else Severity.WARNING
@@ -35,7 +35,7 @@ class Budget:
 
 _FEWER_WORKERS = advice.FEWER_WORKERS.flag(Door.ARGUMENTS)
 _SMALLER_EVAL_BATCH = advice.SMALLER_EVAL_BATCH.flag(Door.ARGUMENTS)
-# What to change depends on what the run was doing at its peak.
+# The remedy depends on the activity at the peak.
 _REMEDIES = {
     "eval": f"To lower this peak, {_SMALLER_EVAL_BATCH}, set"
     f" {advice.OUTPUTS_TO_MAIN_MEMORY.flag(Door.ARGUMENTS, steps=1)}, or, if metrics need no"
@@ -52,7 +52,7 @@ _REMEDIES = {
 
 
 def pressure(reading: MemoryReading, budget: Budget, moment: str) -> Finding | None:
-    """Compare a reading's peak, including what others hold, with a budget."""
+    """Compare a reading's peak, including other processes' memory, with a budget."""
     severity = budget.severity(reading.pressure)
     if severity is None:
         return None
@@ -73,7 +73,7 @@ def pressure(reading: MemoryReading, budget: Budget, moment: str) -> Finding | N
 
 
 def host_pressure(reading: MemoryReading, budget: Budget) -> Finding | None:
-    """Compare main memory, or the container's limit, with a budget."""
+    """Compare the use of main memory, or of the container's limit, with a budget."""
     used_fraction = 1 - reading.free_bytes / reading.total_bytes
     severity = budget.severity(used_fraction)
     if severity is None:
@@ -96,7 +96,7 @@ def host_pressure(reading: MemoryReading, budget: Budget) -> Finding | None:
 
 
 def oom_kills(before: HostFacts, now: HostFacts) -> Finding | None:
-    """Judge whether the kernel has killed a process of this container since an earlier look."""
+    """Report processes of this container that the kernel killed since an earlier look."""
     num_kills = now.num_oom_kills - before.num_oom_kills
     if num_kills <= 0:
         return None
@@ -114,7 +114,7 @@ def oom_kills(before: HostFacts, now: HostFacts) -> Finding | None:
 
 
 def judge_shared_memory(facts: HostFacts) -> Finding | None:
-    """Judge /dev/shm: when it is full, a dataloader worker dies of a bus error (SIGBUS)."""
+    """Judge /dev/shm. When it is full, a dataloader worker dies of a bus error (SIGBUS)."""
     total_bytes, free_bytes = facts.shm_total_bytes, facts.shm_free_bytes
     if not total_bytes or free_bytes >= SHM_FREE_FRACTION * total_bytes:
         return None

@@ -1,1 +1,1 @@
-"""The card: C++ for what is written by hand, and generated stubs for the rest."""
+"""The card: handwritten C++ where behaviour matters, generated stubs for the rest."""

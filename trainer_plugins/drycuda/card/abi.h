@@ -1,5 +1,5 @@
-// What CUDA's binary interface fixes: numbers and layouts that torch was compiled with, declared here so that no header
-// of NVIDIA's is needed. Layouts: driver_types.h of nvidia-cuda-runtime 12.8 and 13.0; cuda.h for the driver.
+// CUDA's binary interface: the numbers and layouts that torch was compiled with, declared here so that we need none of
+// NVIDIA's headers. Layouts: driver_types.h of nvidia-cuda-runtime 12.8 and 13.0; cuda.h for the driver.
 #pragma once
 
 #include <cstddef>
@@ -99,7 +99,7 @@ struct FunctionAttributes {
   int non_portable_cluster, reserved[16];
 };
 
-// cudaDeviceProp. CUDA 13 took out what is said by attributes only.
+// cudaDeviceProp. CUDA 13 removed the fields that are available as attributes.
 struct DeviceProperties {
   char name[256];
   char uuid[16];

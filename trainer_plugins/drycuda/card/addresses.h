@@ -1,7 +1,7 @@
-// Places segments where the CUDA driver of Linux does: in chunks of address space, 32 MiB or a multiple.
+// Places segments where CUDA's Linux driver does: in chunks of address space, 32 MiB or a multiple.
 //
-// The order of free blocks of one size is that of their addresses, so it decides what the allocator of torch takes.
-// The rule is that of docs/allocator_traces.md: a segment lies in the newest chunk with room for it, at the lowest
+// Free blocks of one size are ordered by address, so addresses decide which one torch's allocator takes.
+// The rule, from docs/allocator_traces.md: a segment lies in the newest chunk with room for it, at the lowest
 // place, else in a new chunk, in the highest released range that is large enough or else below all others.
 #pragma once
 
@@ -86,7 +86,7 @@ class Addresses {
 
   std::list<Chunk> chunks_;              // the oldest first
   std::map<uintptr_t, uintptr_t> gaps_;  // released: low and high
-  uintptr_t end_ = 0x500000000000;       // nothing of a program's own lies near it
+  uintptr_t end_ = 0x500000000000;       // far from a program's own memory
 };
 
 }  // namespace dry

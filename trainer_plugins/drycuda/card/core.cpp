@@ -285,7 +285,7 @@ void copy(void* to, const void* from, size_t num_bytes) {
     std::memmove(to, from, num_bytes);
     count("bytes copied", num_bytes);
   } else {
-    // What the host reads of a large tensor is what its memory held: reading it all would only cost pages.
+    // The host reads a large tensor's memory as it is: reading all of it would only cost pages.
     count("bytes not copied", num_bytes);
   }
 }
@@ -414,7 +414,7 @@ int64_t now_nanoseconds() {
 
 }  // namespace dry
 
-// What Python asks for. The text is a line for each counter, "NUMBER NAME"; it stays until the next call.
+// Called from Python. The text is a line for each counter, "NUMBER NAME"; it stays until the next call.
 EXPORT const char* drycuda_counters() {
   static std::string& text = *new std::string;
   std::lock_guard<std::mutex> guard(dry::counters_lock);
@@ -435,7 +435,7 @@ EXPORT const char* drycuda_record() {
 }
 
 // torch's Python module begins with a call of `initModule`: this one is found before torch's own. A Python that did not
-// read what belongs to the card (python -I, -E, -S) would go on as if the card, or the processor, were to train on.
+// read the card's site folder (python -I, -E, -S) would go on as if the card, or the processor, were to train on.
 static bool is_prepared = false;
 EXPORT void drycuda_prepared() { is_prepared = true; }
 EXPORT void* initModule() {

@@ -1,4 +1,4 @@
-// The dry card: what the CUDA runtime, the driver, NCCL and the maths libraries of this folder share in one process.
+// The dry card: state shared by the CUDA runtime, the driver, NCCL and the maths libraries of this folder in a process.
 //
 // Device memory is address space of the host that costs nothing until it is written; kernels are counted and not run.
 // Everything is complete as soon as it is asked for, so streams and events only have to remember their order.
@@ -21,7 +21,7 @@ struct Kind {
   int major = 9, minor = 0, multiprocessors = 132, driver = CUDA_MAJOR * 1000;
   size_t l2_bytes = 50u << 20, shared_optin_bytes = 227u << 10, shared_bytes = 228u << 10;
   size_t max_threads = 2048, context_bytes = 0, largest_copy_bytes = 4u << 20;
-  bool has_numbers = false;  // every operator is computed: what is copied is copied whole
+  bool has_numbers = false;  // every operator is computed, and copies are complete
   bool alone = false;  // $TRAINER_PLUGINS_DRYCUDA_ALONE: rank 0 runs, and answers for all others
 };
 
@@ -85,7 +85,7 @@ Stream* new_stream(unsigned flags, int priority);
 void end_stream(Stream* stream);
 uint64_t begin_capture(Stream* stream);
 void end_capture(Stream* stream);
-// What a stream does next comes after the event, and belongs to its capture.
+// The stream's next work comes after the event, and belongs to its capture.
 void wait(Stream* stream, const Event* event);
 int64_t now_nanoseconds();
 

@@ -14,7 +14,7 @@ int cublasGetVersion_v2(void *of, int *version) { (void)of; *version = 130000; r
 int cublasGetProperty(int type, int *value) { *value = type == 0 ? 13 : 0; return 0; }
 int cublasLtCreate(void **made) { *made = &handle; return 0; }
 
-/* cublasLtMatmulHeuristicResult_t of cublasLt.h: one algorithm, which needs no workspace beyond what torch gives it. */
+/* cublasLtMatmulHeuristicResult_t of cublasLt.h: one algorithm, which needs no workspace beyond torch's. */
 typedef struct { unsigned long long algorithm[8]; size_t workspace_bytes; int state; float waves; int reserved[4]; } Heuristic;
 int cublasLtMatmulAlgoGetHeuristic(void *handle_, void *operation, void *a, void *b, void *c, void *d, void *preference,
                                    int wanted, Heuristic *results, int *found) {

@@ -1,4 +1,4 @@
-// libcudart: the runtime that torch's CUDA build calls. What it counts and remembers is in core.cpp.
+// libcudart: the runtime that torch's CUDA build calls. Its counters and its state are in core.cpp.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -23,7 +23,7 @@ Result only_counted(const char* name) {
   return cuda::kSuccess;
 }
 
-// A thing with an address of its own, which only has to be told from others: a graph, a module, a pool.
+// An object of which only the address matters: a graph, a module, a pool.
 Handle new_thing() { return new char; }
 
 Result properties(cuda::DeviceProperties* found, int device) {
@@ -127,7 +127,7 @@ EXPORT Result cudaDeviceGetAttribute(int* value, int attribute, int device) {
     case cuda::kHostRegisterSupported:
     case cuda::kVirtualMemoryManagementSupported:
     case cuda::kMemoryPoolsSupported: *value = 1; break;
-    default: *value = 0;  // what is newer or rarer is not there: fabric handles, multicast, GPU direct
+    default: *value = 0;  // newer or rarer features are missing: fabric handles, multicast, GPU direct
   }
   return cuda::kSuccess;
 }

@@ -1,4 +1,4 @@
-/* cuDNN: one engine for every operation. Its workspace is what the engines of attention took on an H100 with torch 2.11
+/* cuDNN: one engine for every operation. Its workspace is that of attention's engines on an H100 with torch 2.11
  * and CUDA 13 (docs/internals/measured.md). Numbers: cudnn_graph.h of cuDNN 9. */
 #include <stddef.h>
 #include <stdint.h>

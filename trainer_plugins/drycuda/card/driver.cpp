@@ -100,7 +100,7 @@ EXPORT Result cuDevicePrimaryCtxGetState(int device, unsigned* flags, int* is_ac
   return cuda::kSuccess;
 }
 
-// Pages at addresses: what expandable segments are made of. Pages count as soon as they are created.
+// Pages at addresses, for expandable segments. Pages count as soon as they are created.
 EXPORT Result cuMemGetAllocationGranularity(size_t* num_bytes, const void*, int) {
   *num_bytes = 2 << 20;
   return cuda::kSuccess;
@@ -167,7 +167,7 @@ EXPORT Result cuMemUnmap(Address start, size_t num_bytes) {
 EXPORT Result cuMemSetAccess(Address, size_t, const void*, size_t) { return cuda::kSuccess; }
 
 EXPORT Result cuPointerGetAttribute(void* data, int attribute, Address address) {
-  constexpr int kDevicePointer = 3;  // CU_POINTER_ATTRIBUTE_DEVICE_POINTER: what Triton asks of each argument
+  constexpr int kDevicePointer = 3;  // CU_POINTER_ATTRIBUTE_DEVICE_POINTER: Triton queries it for each argument
   const bool is_known = dry::device_of(reinterpret_cast<void*>(address)) >= 0 || dry::is_pinned(reinterpret_cast<void*>(address));
   if (!is_known) return cuda::kInvalidValue;
   if (attribute == kDevicePointer) *static_cast<Address*>(data) = address;

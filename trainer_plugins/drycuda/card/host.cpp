@@ -1,4 +1,4 @@
-// Counts what tensors hold of main memory. torch's allocator for the CPU calls posix_memalign, and a file that torch
+// Counts the main memory of tensors. torch's allocator for the CPU calls posix_memalign, and a file that torch
 // loads is a map of it. The libraries of the card are loaded first, so both calls come here.
 #include <dlfcn.h>
 #include <malloc.h>
@@ -25,13 +25,13 @@ std::mutex lock;
 std::map<void*, size_t>* held = nullptr;  // made late, and never destroyed: the last calls come when all else is
 size_t now = 0, most = 0;  // of all of them; guarded by lock
 
-// What the kernel refused, because one piece was larger than its memory: what is not written to takes none of it.
+// Requests that the kernel refused as larger than its memory: pages that are never written take none.
 constexpr size_t kRefusedBytes = 1 << 30;
 std::mutex lock_of_mapped;
 std::map<void*, size_t>* mapped = nullptr;  // guarded by lock_of_mapped
 std::atomic<size_t> num_mapped = 0;
 
-// A process that is forked while another thread counts could wait for ever.
+// A process forked while another thread counts could wait forever.
 void lock_all() {
   lock.lock();
   lock_of_mapped.lock();
@@ -126,7 +126,7 @@ EXPORT void free(void* start) noexcept {
 
 static void* map_file(void* at, size_t num_bytes, int protection, int flags, int file, off_t offset) {
   void* start = reinterpret_cast<void*>(syscall(SYS_mmap, at, num_bytes, protection, flags, file, offset));
-  // What is only read, as Arrow's files and safetensors, is the kernel's to keep or not; NCCL's memory is the card's.
+  // Read-only maps, such as Arrow's files and safetensors, are the kernel's to keep; NCCL's memory is the card's.
   const bool is_tensors = file >= 0 && (protection & PROT_WRITE) && !(flags & (MAP_NORESERVE | MAP_FIXED));
   if (start != MAP_FAILED && is_tensors && num_bytes >= kLeastBytes && !is_file_of_weights(file)) hold(start, num_bytes);
   return start;

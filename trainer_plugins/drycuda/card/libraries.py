@@ -1,4 +1,4 @@
-"""Builds the libraries that stand where CUDA's would: once for each installed torch."""
+"""Build the libraries that replace CUDA's, once for each installed torch."""
 
 import re
 import sys
@@ -39,10 +39,10 @@ _OURS = {
     "libcudnn.so": "cudnn.c",
     "libnvrtc.so": "nvrtc.c",
 }
-"""The sources of the libraries of which something is written by hand; the rest is generated."""
+"""The handwritten sources of each library; its other functions are generated stubs."""
 
 _WITH_LIBRARIES = ("bitsandbytes", "torchaudio", "torchvision", "flash_attn", "xformers", "apex")
-"""Packages whose compiled code calls CUDA's libraries too."""
+"""Packages whose compiled code also calls CUDA's libraries."""
 
 _OF_LINEAR_ALGEBRA = {
     "(sytrf)": (4, 8), "(potrf|getrf)": (5, 7), "(geqrf)": (5, 8), "(gesvd)": (3, 15),
@@ -51,9 +51,10 @@ _OF_LINEAR_ALGEBRA = {
     "(potrs|potrsBatched)": (0, 8), "(getrs)": (0, 9), "(Xpotrs)": (0, 11), "(Xpotrf)": (8, 12),
     "(Xgeqrf)": (10, 14), "(Xsytrs|Xsyevd|XsyevBatched)": (11, 15), "(Xgeev)": (17, 21),
 }  # fmt: skip
-"""Of cuSOLVER's functions: the parameter of `_bufferSize` that takes the size of the workspace, and
-the function's own that takes whether it went well (cusolverDn.h of CUDA 12.8 and 13.0). The sizes
-are published nowhere, and are 0 here; all goes well."""
+"""cuSOLVER's functions, each with the parameter of `_bufferSize` that receives the workspace size,
+and its own parameter that receives the status (cusolverDn.h of CUDA 12.8 and 13.0). The sizes are
+not published: here they are 0, and every call succeeds.
+"""
 
 
 def built() -> Path:
@@ -78,7 +79,7 @@ def built() -> Path:
         raise DryCudaUnavailable(NO_COMPILER)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with lock(folder.parent):  # two plans that begin together build it once
+        with lock(folder.parent):  # two plans that start together build it once
             if not folder.exists():
                 needed = {"libcuda.so.1": Library(), **needs_of(callers)}
                 needed["libcuda.so.1"].names |= of_driver
@@ -102,7 +103,7 @@ def built() -> Path:
 
 
 def libraries_in(folder: Path) -> list[Path]:
-    """Return the libraries to load before a program, what others need first."""
+    """Return the libraries to load before a program, dependencies first."""
     first = [folder / _CORE, *sorted(folder.glob("libcuda.so.*"))]
     return [*first, *(each for each in sorted(folder.glob("lib*.so.*")) if each not in first)]
 
@@ -123,7 +124,7 @@ def _other_callers(site: Path, torchs: set[str]) -> Iterator[Path]:
 
 
 def _names_of_the_driver(site: Path) -> set[str]:
-    """Return what Triton's launchers may call, which are compiled while a program runs."""
+    """Return the functions that Triton's launchers may call; they are compiled at run time."""
     header = site / "triton" / "backends" / "nvidia" / "include" / "cuda.h"
     if not header.is_file():
         return set()
@@ -134,7 +135,7 @@ def _names_of_the_driver(site: Path) -> set[str]:
 
 
 def _version_of_cudnn(site: Path) -> int:
-    """Return the version that torch asks for, as cuDNN's own number: torch decides by it."""
+    """Return the cuDNN version that torch requires, as the number that torch compares."""
     found: list[str] = []
     for about in site.glob("torch-*.dist-info/METADATA"):
         text = about.read_text(errors="replace")
@@ -144,7 +145,7 @@ def _version_of_cudnn(site: Path) -> int:
 
 
 def _build(folder: Path, compiler: list[str], needed: Mapping[str, Library], cudnn: int) -> None:
-    """Compile the core, then each library: what is written by hand, and a stub for the rest."""
+    """Compile the core, then each library: its handwritten part, and stubs for the rest."""
     cudart = next((name for name in needed if name.startswith("libcudart.so.")), None)
     if cudart is None:
         raise DryCudaUnavailable("torch's libraries are not linked to CUDA's runtime")
@@ -182,9 +183,10 @@ def _object(base: list[str], source: Path, scratch: Path) -> Path:
 
 
 def stub_of(name: str, library: Library, written: Iterable[str]) -> str:
-    """Return C for every name that is not written by hand: each counts that it was called.
+    """Return C for every function that is not handwritten: each counts its calls.
 
-    One that returns a text returns an empty one, all others 0. A `...Create` gives a handle.
+    A function that returns text returns an empty string; others return 0. `...Create` sets a
+    handle.
     """
     lines = ["extern int drycuda_unwritten(const char *, const char *);", "static int handle;"]
     given = ", ".join(f"long *a{number}" for number in range(22))
@@ -202,8 +204,8 @@ def stub_of(name: str, library: Library, written: Iterable[str]) -> str:
 
 
 def _zeros_of(name: str) -> str:
-    """Return C that sets what a function of linear algebra or cuFFT answers; empty if no such."""
-    if name.startswith("cufft"):  # cufft.h: a plan is an int; the size of a workspace is the 13th
+    """Return C that sets the outputs of a linear algebra or cuFFT function; empty for others."""
+    if name.startswith("cufft"):  # cufft.h: a plan is an int; the 13th is the workspace size
         return {"cufftCreate": "*(int *)a0 = 1;", "cufftXtMakePlanMany": "*a12 = 0;"}.get(name, "")
     if found := re.fullmatch(r"cublas[SDCZ](geqrf|getrs|gels)Batched", name):  # cublas_api.h
         return f"*(int *)a{6 if found[1] == 'geqrf' else 9} = 0;"

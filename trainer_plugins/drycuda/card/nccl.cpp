@@ -1,5 +1,5 @@
-// libnccl: what is small is really exchanged, through a file that the ranks of a communicator map; what is large is
-// counted (with numbers nothing is so large). Rank 0, if it runs alone, takes every other rank to be like itself.
+// libnccl: small data are really exchanged, through a file that the ranks of a communicator map; large data are only
+// counted (with numbers nothing is that large). If rank 0 runs alone, it assumes that every other rank is like itself.
 //
 // A call returns when its work is done. Sends of a group go out before anything of it is waited for.
 #include <fcntl.h>
@@ -26,7 +26,7 @@ enum Operation : int { kSum, kProduct, kMax, kMin, kAverage, kFirstOwn };
 enum Kind : uint32_t { kAllReduce, kBroadcast, kReduce, kAllGather, kReduceScatter, kAllToAll, kSplit };
 constexpr const char* kNames[] = {"AllReduce", "Broadcast", "Reduce", "AllGather", "ReduceScatter", "AlltoAll", "CommSplit"};
 
-// Of what one rank gives to a collective, and of a message to one other. The file has holes for what is not used.
+// For one rank's part of a collective, and for a message to one other. The file has holes where it is unused.
 size_t largest_bytes() { return dry::kind().has_numbers ? 64 << 20 : dry::kind().largest_copy_bytes; }
 size_t largest_message_bytes() { return dry::kind().has_numbers ? 16 << 20 : largest_bytes(); }
 // Bytes are Python's objects (a checkpoint's plan), and come whole; of numbers without a value only a few are moved.
@@ -41,7 +41,7 @@ struct Id {
   char bytes[128];
 };
 
-// What one rank shows the others. Each is written by one rank alone.
+// One rank's state, visible to the others. Only that rank writes it.
 struct Shown {
   std::atomic<int32_t> pid;
   std::atomic<uint64_t> arrived, left;  // numbers of collectives
@@ -72,7 +72,7 @@ struct Comm {
   }
 };
 
-// What is too large to be exchanged is only counted, and so has no numbers.
+// Data too large to exchange are only counted, and so have no numbers.
 Result not_exchanged(size_t bytes, const char* name) {
   if (!dry::kind().has_numbers) return kSuccess;
   std::fprintf(stderr, "dry CUDA: %s of %zu bytes is larger than what is exchanged with numbers\n", name, bytes);

@@ -1,4 +1,4 @@
-"""Reads what compiled libraries need of CUDA: names and versions, from their own tables."""
+"""Read which CUDA names and versions compiled libraries need, from their own tables."""
 
 import functools
 import re
@@ -9,13 +9,13 @@ from pathlib import Path
 from elftools.elf.elffile import ELFFile
 from elftools.elf.gnuversions import GNUVerNeedSection
 
-# NVPL computes on the CPU: the wheel of torch for aarch64 brings its BLAS and LAPACK along.
+# NVPL computes on the CPU: torch's aarch64 wheel ships its BLAS and LAPACK.
 CUDA_LIBRARY = re.compile(r"lib(cu|nccl|nv(?!pl_))[\w-]*\.so(\.\d+)?$")
 
 
 @dataclass(slots=True)
 class Library:
-    """Describes one library of CUDA as others need it."""
+    """Describes the part of a CUDA library that others need."""
 
     version: str = ""
     """The version that its symbols carry (`libcudart.so.13`); empty if they have none."""
@@ -23,7 +23,7 @@ class Library:
     names: set[str] = field(default_factory=set)
 
 
-# Names without a version are recognised by how they begin; the first that fits counts.
+# Names without a version are recognised by their prefix; the first match counts.
 _BEGINNINGS = (
     ("nccl", "libnccl.so"),
     ("cuFile", "libcufile.so"),
@@ -41,16 +41,16 @@ _BEGINNINGS = (
 
 @functools.cache
 def list_links(path: Path) -> list[str]:
-    """Return CUDA's libraries that a library is linked to, by the names the loader looks for."""
+    """Return the CUDA libraries that a library is linked to, by the loader's names."""
     with path.open("rb") as file:
         return _read_links(ELFFile(file)) if file.read(4) == b"\x7fELF" else []
 
 
 def needs_of(paths: Iterable[Path]) -> dict[str, Library]:
-    """Return what libraries need of CUDA's; it takes seconds for those of torch.
+    """Return which parts of CUDA some libraries need; takes seconds for torch's.
 
     Raises:
-        elftools.common.exceptions.ELFError: one is no library.
+        elftools.common.exceptions.ELFError: a file is not a library.
     """
     found: dict[str, Library] = {}
     nameless: set[str] = set()
@@ -74,7 +74,7 @@ def needs_of(paths: Iterable[Path]) -> dict[str, Library]:
 
 
 def list_definitions(path: Path) -> set[str]:
-    """Return the names that an object file gives to others."""
+    """Return the names that an object file exports."""
     with path.open("rb") as file:
         symbols = ELFFile(file).get_section_by_name(".symtab").iter_symbols()
         return {
@@ -91,7 +91,7 @@ def _read_links(elf: ELFFile) -> list[str]:
 
 
 def _find_undefined(elf: ELFFile) -> Iterator[tuple[str, str, str]]:
-    """Yield each name that others have to give: the name, its version, and whose it is."""
+    """Yield each undefined name with its version and the library that defines it."""
     versions = {
         needed["vna_other"]: (needed.name, library.name)
         for section in elf.iter_sections()

@@ -42,11 +42,11 @@ const std::string& variable(const char* name) {
   return found;
 }
 
-// Read once for each run: a program may change its environment, and not what it may do.
+// Read once for each run: a program may change its environment, but not its permissions.
 struct Wall {
   std::string folder;
   std::vector<std::string> real;
-  std::vector<std::string> kept;  // of the environment: the dry card's libraries, and what they read
+  std::vector<std::string> kept;  // of the environment: the dry card's libraries, and their variables
   bool has_network;
   Wall() : folder(variable("TRAINER_PLUGINS_DRYCUDA")), has_network(variable("TRAINER_PLUGINS_DRY_NETWORK") == "1") {
     const std::string all = variable("TRAINER_PLUGINS_DRY_WALL");
@@ -105,7 +105,7 @@ std::string resolved(int folder, const char* path, bool follows) {
     full = full.substr(0, at);
   }
   const std::string whole = (full.empty() || std::string(found) == "/" ? "" : found) + missing;
-  // What is missing can have `..` only where nothing could be made.
+  // A missing part can have `..` only where nothing could be created.
   return missing.find("/..") == std::string::npos ? whole : "/..";
 }
 
@@ -113,9 +113,9 @@ bool is_below(const std::string& path, const std::string& folder) {
   return path == folder || (path.rfind(folder, 0) == 0 && path[folder.size()] == '/');
 }
 
-// False, EROFS and a note if what is named may not be changed.
+// False, EROFS and a note if the named file may not be changed.
 bool may_change(int folder, const char* path, bool follows = false) {
-  if (path == nullptr) return true;  // libc says what is wrong
+  if (path == nullptr) return true;  // libc reports the error
   const std::string whole = resolved(folder, path, follows);
   for (const char* own : {"/dev", "/proc"})
     if (is_below(whole, own)) return true;
@@ -130,7 +130,7 @@ constexpr int kWrites = O_WRONLY | O_RDWR | O_CREAT | O_TRUNC | O_APPEND;
 
 bool may_open(int folder, const char* path, int flags) {
   if ((flags & kWrites) == 0) return true;
-  // As a program opens what it only reads, with more rights than it needs: nothing is lost.
+  // A program may open a file that it only reads with more rights than it needs: nothing is lost.
   return may_change(folder, path, (flags & (O_NOFOLLOW | O_EXCL)) == 0);
 }
 
@@ -286,7 +286,7 @@ EXPORT int unlinkat(int folder, const char* path, int flags) noexcept { return m
 EXPORT int remove(const char* path) noexcept { return may_change(AT_FDCWD, path) ? REAL(remove)(path) : -1; }
 EXPORT int rmdir(const char* path) noexcept { return may_change(AT_FDCWD, path) ? REAL(rmdir)(path) : -1; }
 EXPORT int mkdir(const char* path, mode_t mode) noexcept {
-  struct stat about;  // what `makedirs(exist_ok=True)` asks
+  struct stat about;  // queried by `makedirs(exist_ok=True)`
   if (path != nullptr && stat(path, &about) == 0) { errno = EEXIST; return -1; }
   return may_change(AT_FDCWD, path) ? REAL(mkdir)(path, mode) : -1;
 }

@@ -1,7 +1,7 @@
-"""run: the folder of a run becomes an `Explanation`, from what the run itself wrote.
+"""Turn the folder of a run into an `Explanation`, from files that the run itself wrote.
 
 To add a cause, judge it in `trainer_plugins/explain/run/causes.py`, name its remedies in
-`trainer_plugins/advice/for_causes.py`, and count their numbers in
+`trainer_plugins/advice/for_causes.py`, and compute their numbers in
 `trainer_plugins/explain/run/remedies.py`. `tests/explain/test_planted.py` plants a run that shows
 it.
 """

@@ -18,17 +18,17 @@ from trainer_plugins.record.timeline import Entry, Sample
 from trainer_plugins.units import GIB, size
 
 WARM_UP_STEPS = 2
-_LARGEST_COUNT = 1 << 20  # of rows, steps, workers; to look for more divisors would take hours
+_LARGEST_COUNT = 1 << 20  # of rows, steps, workers; looking for divisors of more would take hours
 _LIBRARIES = (
     "transformers/", "torch/", "accelerate/", "peft/", "trl/", "deepspeed/", "safetensors/",
     "trainer_plugins/", "copy.py",
 )  # fmt: skip
-# Optimizer states as a multiple of what is trained; the default is Adam's two states.
+# Optimizer states as a multiple of the trained parameters; the default is Adam's two states.
 _STATE_FACTOR = {"adafactor": 0.0, "sgd": 0.0, "lion": 1.0, "rmsprop": 1.0, "adagrad": 1.0}
 
 _NOT_COUNTED = Alive(category_bytes={}, hidden_bytes=0, module_bytes={}, models=(), largest=())
 
-# What a number was read from that the error does not state; all others are of the live tensors.
+# The sources of numbers that the error does not state; all others come from the live tensors.
 _SHOWN_BY: Mapping[str, ShownBy] = {
     "foreign_bytes": "reading",
     **dict.fromkeys(("num_rows", "num_tokens"), "batch"),
@@ -45,14 +45,14 @@ _SHOWN_BY: Mapping[str, ShownBy] = {
 
 @dataclass(frozen=True)
 class Case:
-    """Joins a record with what its rank had noted before; sizes in bytes."""
+    """Joins a record with the earlier readings of its rank; sizes in bytes."""
 
     record: OomRecord
     entries: Sequence[Entry] = ()  # the timeline of this rank in this run, oldest first
 
     @cached_property
     def text(self) -> TextFacts:
-        """Return what a text of the error shows, with the numbers of the reading after it."""
+        """Return the facts of the error's text, completed by the reading after it."""
         lines = ["Traceback (most recent call last):"]
         for frame in self.record.frames:
             folder = "site-packages/" if frame.file.startswith(_LIBRARIES) else ""
@@ -64,7 +64,7 @@ class Case:
 
     @property
     def asked_bytes(self) -> int:
-        """Return what was asked for and refused; 0 if the error does not say."""
+        """Return the size of the failed request; 0 if the error does not say."""
         return self.text.asked_bytes or 0
 
     @property
@@ -78,29 +78,29 @@ class Case:
 
     @property
     def live_bytes(self) -> int:
-        """Return what tensors of this process held."""
+        """Return the allocated memory of this process."""
         return self.text.live_bytes or 0
 
     @property
     def unused_bytes(self) -> int:
-        """Return what the allocator held under no tensor."""
+        """Return the memory that the allocator holds outside tensors."""
         return self.text.unused_bytes or 0
 
     @property
     def outside_bytes(self) -> int:
-        """Return what is neither free nor torch's: context, libraries, other processes."""
+        """Return the memory neither free nor torch's: context, libraries, other processes."""
         return max(0, self.total_bytes - self.free_bytes - self.live_bytes - self.unused_bytes)
 
     @property
     def stated(self) -> Stated:
-        """Return the numbers of the error, and of the reading after it; None is not known."""
+        """Return the numbers of the error, and of the reading after it; None is unknown."""
         return {
             **self.text.stated,
             "others_bytes": self.outside_bytes if self.total_bytes else None,
         }
 
     def says(self, words: str, **more: int | float | str | None) -> Said:
-        """Make a sentence of numbers that are known here by these names, and of `more`."""
+        """Build a sentence from the numbers of the case, by name, and from `more`."""
         rows, length = self.tokens or (None, None)
         return say(
             words,
@@ -117,7 +117,7 @@ class Case:
         )
 
     def find_source(self, name: str) -> ShownBy:
-        """Return what the record read a number of the evidence from."""
+        """Return the record's source of a number in the evidence."""
         if name in self.stated:
             name = "total_bytes" if name == "capacity_bytes" else name
             return "reading" if getattr(self.record.error, name, None) is None else "message"
@@ -127,7 +127,7 @@ class Case:
 
     @property
     def alive(self) -> Alive:
-        """Return what was alive; nothing if it was not counted."""
+        """Return the live tensors; none if they were not counted."""
         return self.record.alive or _NOT_COUNTED
 
     @property
@@ -137,29 +137,29 @@ class Case:
 
     @property
     def live_after_steps(self) -> list[tuple[int, int]]:
-        """Return steps and what was live after each, without those that make the states."""
+        """Return steps and the live memory after each, without those that create the states."""
         steps = [(each.step, each.reading.allocated_bytes) for each in self.samples]
         return steps[WARM_UP_STEPS:]
 
     @property
     def risen_bytes(self) -> int:
-        """Return by how much more was live after the last step than after the first of them."""
+        """Return how much the live memory grew from the first to the last of these steps."""
         steps = self.live_after_steps
         return steps[-1][1] - steps[0][1] if steps else 0
 
     @property
     def highest_peak_bytes(self) -> int:
-        """Return the most that a step before it needed; 0 if none is known."""
+        """Return the highest peak of a step before it; 0 if none is known."""
         return max((each.reading.peak_allocated_bytes for each in self.samples), default=0)
 
     @property
     def own_frames(self) -> list[Frame]:
-        """Return the frames in code of the user's, the innermost last."""
+        """Return the frames in the user's code, the innermost last."""
         return [each for each in self.record.frames if not each.file.startswith(_LIBRARIES)]
 
     @property
     def is_first_step(self) -> bool:
-        """Return whether no optimizer step of this run was complete."""
+        """Return whether the run failed before it completed an optimizer step."""
         return self.record.step == self.record.run.step
 
     @property
@@ -177,14 +177,14 @@ class Case:
         return value if type(value) is int and 0 <= value <= _LARGEST_COUNT else default
 
     def config(self, name: str) -> int:
-        """Return a number of the model's config, also of its text part; 0 if it has none."""
+        """Return a number of the model's config, or of its text part; 0 if it has none."""
         config = self.record.run.model_config
         text = config.get("text_config")
         found = (config.get(name), text.get(name) if isinstance(text, dict) else None)
         return next((value for value in found if isinstance(value, int)), 0)
 
     def category(self, name: str) -> int:
-        """Return the bytes of a category that were alive."""
+        """Return the live bytes of a category."""
         return self.alive.category_bytes.get(name, 0)
 
     @property
@@ -201,7 +201,7 @@ class Case:
 
     @property
     def kept_tensors(self) -> list[tuple[str, str]]:
-        """Return what no model owns, and what holds it; the larger kind, graphs or not, first."""
+        """Return unowned tensors and their holders; the larger kind, graphs or not, first."""
         tensors = [
             (f"{size(each.num_bytes)} {list(each.shape)}", each.holder)
             for each in self.alive.largest
@@ -214,7 +214,7 @@ class Case:
 
     @property
     def second_models(self) -> list[LiveModel]:
-        """Return the models that the run uses beside the one that it trains, the largest first."""
+        """Return the models that the run uses besides the trained one, the largest first."""
         trainer = self.record.run.trainer
         of_trainer = re.compile(rf"\b{re.escape(trainer)}\.(?!model\b|model_wrapped\b)\w+$")
         models = self.alive.models if trainer else ()
@@ -222,22 +222,22 @@ class Case:
 
     @property
     def fixed_bytes(self) -> int:
-        """Return what stays from step to step, as far as it was there."""
+        """Return the memory that stays from step to step, as far as it existed."""
         return sum(map(self.category, ("parameter", "buffer", "gradient", "optimizer")))
 
     @property
     def trained_bytes(self) -> int:
-        """Return what is trained: as much as the gradients, where they were there."""
+        """Return the size of the trainable parameters (estimated from gradients if present)."""
         return self.category("gradient") or self.category("parameter")
 
     @property
     def state_bytes(self) -> int:
-        """Return what the optimizer's states take of what is trained."""
+        """Return the size of the optimizer's states for the trained parameters."""
         return int(self._state_factor * self.trained_bytes)
 
     @property
     def to_come_bytes(self) -> int:
-        """Return what training still adds to `fixed`: gradients and states not yet made."""
+        """Return the memory that training still adds to `fixed`: missing gradients and states."""
         trained = self.trained_bytes
         if not self.is_first_step:
             trained = self.category("optimizer") // 2 or trained
@@ -254,7 +254,7 @@ class Case:
 
     @property
     def room_bytes(self) -> int:
-        """Return what this process could have had of the card, less a twentieth."""
+        """Return the largest share of the card for this process, less a twentieth."""
         return int(0.95 * (self.total_bytes - self.outside_bytes))
 
     @property
@@ -264,7 +264,7 @@ class Case:
 
     @property
     def foreign_bytes(self) -> int:
-        """Return what other processes held, as far as that is sure; 0 if it may be our own."""
+        """Return the memory of other processes, as far as it is certain; 0 if it may be our own."""
         listed = self.record.processes or ()
         if any(each.is_own for each in listed):
             return sum(each.used_bytes or 0 for each in listed if not each.is_own)
@@ -274,7 +274,7 @@ class Case:
 
 
 def _complete(error: OutOfMemory, reading: MemoryReading | None) -> OutOfMemory:
-    """Add what a reading states to an error whose words do not state it."""
+    """Add a reading's figures to an error whose message lacks them."""
     if reading is None:
         return error
     free, live, unused = error.free_bytes, error.allocated_bytes, error.unused_bytes

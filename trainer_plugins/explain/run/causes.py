@@ -1,4 +1,4 @@
-"""Causes of a recorded out-of-memory error: what text alone cannot know is known here."""
+"""Judge the causes of a recorded out-of-memory error, with facts that text alone lacks."""
 
 import re
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from trainer_plugins.record.timeline import Remark
 
 _FEWEST_STEPS = 5
 _OFF_CARD = ("nccl", "pinned", "shared", "host")  # the sources of such an error
-# Causes that words and frames show, where no number of the record shows another.
+# Causes shown by words and frames, if no number of the record shows another.
 _BY_WORDS_ALONE = ("api-misuse", "ddp-gpu0", "image-size", "mps-other")
 _SHAPE = " ({num_rows} x {num_tokens} tokens)"
 
@@ -30,14 +30,14 @@ _ZERO3 = "all_gather_params|all_gather_coalesced|fetch_sub_module"
 
 
 def causes_of(case: Case) -> tuple[Cause, ...]:
-    """Return the causes that the record shows, the one that decides first; at least one."""
+    """Return the causes that the record shows, the decisive one first; at least one."""
     found = [one for rule in RULES if (one := rule(case)) is not None]
     shown = [each for each in found if each.grade != "possible"] or [_capacity(case)]
     return (*shown, *(each for each in found if each.grade == "possible"))
 
 
 def _judge_error(case: Case) -> Cause | None:
-    """Judge what the error alone decides by the rules of texts; no doubt is left here but one."""
+    """Judge by the error alone, with the rules for texts; only one kind of doubt remains."""
     is_off_card = case.record.error.source in _OFF_CARD
     rules: tuple[Rule, ...] = (
         numbers.impossible_size,
@@ -49,7 +49,7 @@ def _judge_error(case: Case) -> Cause | None:
         return None
     if found.code != "host-kill":
         found = replace(found, grade="certain", doubt="")
-    elif found.grade == "possible":  # a signal does not say who sent it, but it was no card
+    elif found.grade == "possible":  # a signal names no sender, but it was not the card
         found = replace(found, grade="likely")
     host = case.record.host
     if host is None or not is_off_card:
@@ -66,7 +66,7 @@ def _judge_error(case: Case) -> Cause | None:
 
 
 def judge_words(case: Case) -> tuple[Cause, ...]:
-    """Return causes that no number of a record shows, and a rule of texts does."""
+    """Return causes that a rule for texts shows, but no number of a record."""
     found = (each for each in by_words.causes_of(case.text) if each.grade != "possible")
     return tuple(each for each in found if each.code in _BY_WORDS_ALONE)
 
@@ -189,7 +189,7 @@ def _fragmentation(case: Case) -> Cause | None:
     if not is_in_pieces(case.asked_bytes, case.unused_bytes, case.free_bytes, case.total_bytes):
         return None
     fitted_before = case.live_bytes + case.asked_bytes <= case.highest_peak_bytes
-    # Where no step was as large before, little of the card in pieces may be chance.
+    # If no earlier step was as large, a little fragmentation may be chance.
     is_much = case.unused_bytes >= 0.1 * case.total_bytes
     return cause(
         "fragmentation",
@@ -235,7 +235,7 @@ def _quadratic(case: Case) -> Cause | None:
         return None
     rows, length = tokens
     table = rows * heads * length * length
-    # Short rows make tables of the size of anything.
+    # For short rows, tables match the size of anything.
     if length < 512 or not any(is_size_of(case.asked_bytes, table * width) for width in (2, 4)):
         return None
     return cause(
@@ -293,10 +293,9 @@ def _capacity(case: Case) -> Cause:
 
 
 def _other_processes(case: Case) -> Cause | None:
-    """Find other processes that hold what was missing."""
     foreign, limit = case.foreign_bytes, case.record.error.limit_bytes
     if limit is not None and case.free_bytes >= case.asked_bytes:
-        return None  # it was not the card that was full
+        return None  # the card itself was not full
     is_little = foreign < max(1, 0.1 * case.total_bytes)
     if is_little or case.asked_bytes > case.free_bytes + foreign:
         return None
@@ -319,7 +318,7 @@ def _other_processes(case: Case) -> Cause | None:
 
 
 def _leftover(case: Case) -> Cause | None:
-    """Find copies of the run's own model that are still held."""
+    """Find copies of the run's own model that are still alive."""
     others = case.second_models
     models = (each for each in case.alive.models if each.name == case.record.run.model)
     copies = [each for each in models if each not in others]
@@ -340,7 +339,6 @@ def _leftover(case: Case) -> Cause | None:
 
 
 def _second_model(case: Case) -> Cause | None:
-    """Find a model that the run uses beside the one that it trains."""
     models = case.second_models
     held = sum(each.num_bytes for each in models)
     if not models or held < 0.1 * case.total_bytes:
@@ -372,4 +370,4 @@ RULES: tuple[Callable[[Case], Cause | None], ...] = (
     _logits,
     _long_sample,
     _second_model,
-)  # the first that finds something leads; the others follow as also possible
+)  # the first match leads; the others follow as also possible

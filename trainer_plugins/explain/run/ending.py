@@ -1,4 +1,4 @@
-"""how_it_ended: whether the last run of a folder was killed, found out from what it left."""
+"""Judge whether the last run of a folder was killed, from the files it left."""
 
 from datetime import datetime
 from pathlib import Path
@@ -10,15 +10,15 @@ from trainer_plugins.record.history import History, Run, first_that_ended
 from trainer_plugins.record.run_facts import Place, RunFacts, read_run_facts
 from trainer_plugins.record.timeline import Failure, Remark, Sample
 
-# Findings of a run that may have foreseen its kill.
+# Findings that may have predicted a kill.
 _SIGNS = ("host-memory-pressure", "host-oom-kill", "leak-host", "leak-workers")
 
 
 def judge_ending(history: History, folder: Path) -> Finding | None:
-    """Judge the last run of a folder; None if it noted its end or an error, or still runs."""
+    """Judge the last run of a folder; None if it recorded its end or an error, or still runs."""
     if not history.runs or not history.runs[-1].silent_ranks:
         return None
-    # Only for such a run: it imports torch, which takes seconds.
+    # Only for such a run: this imports torch, which takes seconds.
     from trainer_plugins.launch.place import is_running, place
 
     last, here = history.runs[-1], place()
@@ -46,7 +46,7 @@ def _report_no_room(run: Run) -> Finding:
 
 
 def _cut_off(run: Run, facts: RunFacts | None, here: Place, silent: list[int]) -> Finding:
-    """Judge a run that has no end; kills count on its machine, boot and container only."""
+    """Judge a run without an end; kills count only on its machine, boot and container."""
     evidence = _evidence(run, silent)
     if facts is not None and facts.place is not None and facts.place.kernel == here.kernel:
         num_kills = here.num_oom_kills - facts.place.num_oom_kills
@@ -78,7 +78,6 @@ def _cut_off(run: Run, facts: RunFacts | None, here: Place, silent: list[int]) -
 
 
 def _names(run: Run, ranks: list[int]) -> str:
-    """Name ranks and, if that is known, their machines."""
     hosts = ", ".join(dict.fromkeys(run.hosts[rank] for rank in ranks if rank in run.hosts))
     named = f"rank {', '.join(map(str, ranks))} of {len(run.timelines)}"
     return f"{named} (on {hosts})" if hosts else named

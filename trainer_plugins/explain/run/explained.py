@@ -1,4 +1,4 @@
-"""explain_run: why the last run of a folder ran out of memory, from what it wrote."""
+"""Explain why the last run of a folder ran out of memory, from the files it wrote."""
 
 import re
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ from trainer_plugins.record.run_facts import RunFacts, read_run_facts
 from trainer_plugins.record.timeline import Entry, Failure, Remark
 from trainer_plugins.units import size
 
-_SLACK_SECONDS = 1.0  # between the clocks and beginnings of the ranks of one run
+_SLACK_SECONDS = 1.0  # between the clocks and start times of one run's ranks
 _SHOWN_FRACTION = 0.01
 _DEAD_WORKER = re.compile(r"DataLoader worker.*(?:killed by signal|exited unexpectedly)")
 
@@ -65,7 +65,7 @@ def explain_run(folder: Path, predicts: bool = False) -> Explanation:
 
 
 def explain_record(record: OomRecord, folder: Path, predicts: bool = False) -> Explanation:
-    """Explain the run that a record is of, which need not be the last one of its output_dir."""
+    """Explain the run of a record, which need not be the last one of its output_dir."""
     records = _select_run(record, [*read_oom_records(folder), record])
     return _explain(folder, records, _history(folder), (), predicts)
 
@@ -78,7 +78,7 @@ def _history(folder: Path) -> History | None:
 
 
 def _select_run(one: OomRecord, records: Sequence[OomRecord]) -> list[OomRecord]:
-    """Return the records of all ranks of the run of one, the rank that died first at the front."""
+    """Return the records of all ranks of a record's run, the first death first."""
     began = one.run.time_seconds
     of_run = [each for each in records if abs(each.run.time_seconds - began) <= _SLACK_SECONDS]
     last = {each.rank: each for each in of_run}
@@ -131,7 +131,7 @@ def _write_as_typed(remedy: Remedy, run: RunFacts) -> Remedy:
 
 
 def _entries(history: History | None, record: OomRecord) -> Sequence[Entry]:
-    """Return what this rank noted in the run that the record is of, until then."""
+    """Return this rank's timeline in the run of a record, up to the record."""
     for run in reversed(history.runs if history else ()):
         entries = run.timelines.get(record.rank, ())
         if entries and entries[0].time_seconds <= record.time_seconds + _SLACK_SECONDS:
@@ -140,7 +140,7 @@ def _entries(history: History | None, record: OomRecord) -> Sequence[Entry]:
 
 
 def _numbers(case: Case) -> Numbers:
-    """Return what the error and the reading after it state."""
+    """Return the numbers of the error and of the reading after it."""
     record = case.record
     reading = record.reading
     index = record.run.device.rpartition(":")[2]
@@ -277,7 +277,7 @@ def _explain_unrecorded(
 
 
 def _judge_worker(failure: Failure, facts: Sequence[RunFacts]) -> Cause:
-    """Judge a dead dataloader worker: a bus error is /dev/shm's, a kill is main memory's."""
+    """Judge a dead dataloader worker: a bus error points to /dev/shm, a kill to main memory."""
     words = f"step {failure.step}: {failure.words}"
     if "Bus error" in failure.words:
         return cause("shm", words)

@@ -1,4 +1,4 @@
-"""Tell what a run would have needed of torch with a remedy, by the numbers of its record."""
+"""Compute the torch memory of a run with a remedy, from the numbers of its record."""
 
 from collections.abc import Callable, Mapping
 
@@ -10,18 +10,18 @@ _TWO_BYTES = ("bfloat16", "float16")
 
 
 def _subtract(freed: int, case: Case) -> int:
-    """Return what was there and what was asked for, less what is freed; 0 if it is not known."""
+    """Return the live memory plus the request, less `freed`; 0 if unknown."""
     return case.live_bytes + case.asked_bytes - freed if case.asked_bytes and freed else 0
 
 
-# 0 is not known.
+# 0 means unknown.
 NEEDED_WITH: Mapping[Advice, Callable[[Case], int]] = {
     advice.KEEP_NUMBERS: lambda case: _subtract(case.risen_bytes, case),
-    # What its steps needed: a save takes no more if it copies nothing on the card.
+    # The memory of its steps: a save takes no more if it copies nothing on the card.
     advice.COPY_IN_MAIN_MEMORY: lambda case: (
         max(case.highest_peak_bytes, case.fixed_bytes) if case.highest_peak_bytes else 0
     ),
-    # Weights, gradients and states; the batch of a run that had no step is not known.
+    # Weights, gradients and states; the batch of a run without a step is unknown.
     advice.LOAD_INTO_MAIN_MEMORY: lambda case: (
         case.fixed_bytes + case.to_come_bytes if case.fixed_bytes else 0
     ),
@@ -37,9 +37,9 @@ NEEDED_WITH: Mapping[Advice, Callable[[Case], int]] = {
 
 
 def cache_that_fits(case: Case, rows: int) -> tuple[int, int]:
-    """Return the rows, halved until the cache of their answers fits, and what they need then.
+    """Return the rows, halved until their answers' KV cache fits, and the memory with it.
 
-    The bytes are 0 if the config does not say how large the cache is.
+    The bytes are 0 if the config does not determine the size of the cache.
     """
     heads = case.config("num_key_value_heads") or case.config("num_attention_heads")
     layers, length = case.config("num_hidden_layers"), case.argument("generation_max_length", 0)
@@ -58,5 +58,5 @@ def cache_that_fits(case: Case, rows: int) -> tuple[int, int]:
 
 
 def _add_cache(case: Case, cache: int, layers: int) -> int:
-    """Return what is needed with a full cache: each token joins a layer's keys to a new tensor."""
+    """Return the memory with a full cache: each token copies a layer's keys to a new tensor."""
     return case.fixed_bytes + cache + cache // (2 * layers)

@@ -1,4 +1,4 @@
-"""predicted: a subprocess plans a run with each remedy, from what the run wrote about itself."""
+"""Plan a run with each remedy in a subprocess, from the run's own record."""
 
 import json
 import sys
@@ -25,11 +25,11 @@ _OF_EVALUATION = {"eval-batch", "eval-logits"}
 _OF_THE_MODEL = advice.SDPA_ATTENTION.arguments.partition("{")[0]
 _SURVIVE = advice.SURVIVE.shell.partition("COMMAND")[0]
 _LONGEST_SECONDS = 300
-_KNOWN_ERROR_OF_WEIGHTS = 0.05  # of a plan; a larger difference is another model
+_KNOWN_ERROR_OF_WEIGHTS = 0.05  # of a plan; a larger difference means another model
 _ROWS = {"per_device_train_batch_size", "gradient_accumulation_steps"}
-# Arguments for which the planner searches the best value itself.
+# Arguments for which the planner itself searches the best value.
 _SOUGHT = _ROWS | {"per_device_eval_batch_size", "eval_accumulation_steps"}
-# Options of `trainer-plugins plan`, and what is typed for a run instead (TRL's flags).
+# Options of `trainer-plugins plan`, each with the text to type for a run (TRL's flags).
 _PLANNED_AS_TYPED = {
     **{
         one.plan.removesuffix("LENGTH"): one.trl.removesuffix("LENGTH")
@@ -41,7 +41,7 @@ _PLANNED_AS_TYPED = {
 _DEVICES = ("cuda", "simgpu")
 
 
-# How the variables begin with which a launch file sets a strategy up.
+# Prefixes of the variables with which a launch file selects a strategy.
 _VARIABLES = {"DeepSpeed": ("ACCELERATE_",), "FSDP": ("FSDP_", "ACCELERATE_USE_FSDP")}
 _OF_THIS_MACHINE = "ACCELERATE_TORCH_DEVICE"
 
@@ -49,7 +49,7 @@ Outcomes = Mapping[str, MemoryPlan | PlanError]
 
 
 def predict_remedies(said: Explanation, case: Case) -> Explanation:
-    """Predict what each remedy of the first cause brings, if a plan can show that."""
+    """Predict the effect of each remedy of the first cause, if a plan can show it."""
     code = said.causes[0].code
     if code not in _OF_TRAINING | _OF_EVALUATION:
         return said
@@ -128,7 +128,7 @@ def _refuse_another_run(plan: MemoryPlan, case: Case) -> None:
 def _order(
     ours: Sequence[Remedy], plan: MemoryPlan, outcomes: Outcomes, run: RunFacts
 ) -> list[Remedy]:
-    """Return first what makes the run fit, then what no plan knows, then what is not enough."""
+    """Return remedies that make the run fit, then those without a plan, then insufficient ones."""
     found = {_spell(each, run): _make_remedy(each, plan, run) for each in plan.proposals}
     fewer = next((each for each in plan.proposals if flags_in(each.flags).keys() == _ROWS), None)
     enough: dict[str, Remedy] = {}
@@ -179,7 +179,7 @@ def _spell(each: Proposal, run: RunFacts) -> str:
     for option, typed in _PLANNED_AS_TYPED.items():
         do = do.replace(option, typed)
     flags = flags_in(do)  # each once: a base in 4 bits and an adapter both ask for PEFT
-    in_script, is_trl = [], "model_init_kwargs" in run.arguments  # all configs of TRL have it
+    in_script, is_trl = [], "model_init_kwargs" in run.arguments  # all TRL configs have it
     if not is_trl and "lora_r" in flags and "load_in_4bit" not in flags:
         flags = {name: flags[name] for name in flags if name not in flags_in(advice.ADAPTER.trl)}
         in_script = [advice.ADAPTER.code]
@@ -205,7 +205,7 @@ def _needs(plan: MemoryPlan, peak_bytes: int) -> str:
 
 
 def request_of(case: Case) -> PlanRequest:
-    """Make the request for a plan of the run as it was, on the card as it was."""
+    """Build the request for a plan of the run as it was, on the card as it was."""
     record, run = case.record, case.record.run
     device = run.device.split(":")[0]
     if record.call != "train":
@@ -245,7 +245,6 @@ def request_of(case: Case) -> PlanRequest:
 
 
 def _refuse(run: RunFacts) -> None:
-    """Refuse runs whose plan would be a plan of something else."""
     if not run.built_class.startswith("transformers."):
         raise PlanError(
             f"transformers has no class {run.built_class or run.model or 'of its model'}"
@@ -263,7 +262,7 @@ def _is_in_arguments(run: RunFacts) -> bool:
 
 
 def _find_exports(run: RunFacts) -> dict[str, str]:
-    """Return the variables that a launch file set; none if arguments set the strategy up."""
+    """Return the variables that a launch file set; none if arguments select the strategy."""
     if run.launch is None or run.family not in _VARIABLES or _is_in_arguments(run):
         return {}
     variables, prefixes = run.launch.environment, _VARIABLES[run.family]

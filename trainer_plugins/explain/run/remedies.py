@@ -1,4 +1,4 @@
-"""Remedies against the causes of a recorded error, in the order of `advice.for_causes`."""
+"""Choose remedies for the causes of a recorded error, in the order of `advice.for_causes`."""
 
 import re
 import shlex
@@ -29,7 +29,7 @@ _COPIES = re.compile(
 
 
 def remedies_of(causes: Iterable[Cause], case: Case) -> tuple[Remedy, ...]:
-    """Return what helps, for the first cause first; nothing is listed twice."""
+    """Return the remedies, those of the first cause first; nothing is listed twice."""
     run = case.record.run
     found: dict[str, Remedy] = {}
     is_wsl = run.place is not None and "WSL" in run.place.limits
@@ -39,13 +39,13 @@ def remedies_of(causes: Iterable[Cause], case: Case) -> tuple[Remedy, ...]:
         order = ONE_ROW if has_one_row else order_remedies(cause.code, "record")
         made = partial(_build, cause.code, case)
         ours = remedies_for(cause.code, order, made, vendor)
-        for one in sorted(ours, key=lambda each: each.fits is False):  # it would die again
+        for one in sorted(ours, key=lambda each: each.fits is False):  # it would fail again
             found.setdefault(one.do, one)
     return tuple(found.values())
 
 
 def less_main_memory(cause: str, num_workers: int) -> tuple[Remedy, ...]:
-    """Return what helps where main memory or /dev/shm ended a run, of which there is no record."""
+    """Return remedies for a run that main memory or /dev/shm ended; it leaves no record."""
     more = remedy(advice.LARGER_SHM if cause == "shm" else advice.MORE_MAIN_MEMORY, Door.SHELL)
     fewer = _fewer_workers(cause, num_workers)
     return tuple(replace(each, cause=cause) for each in (fewer, more) if each is not None)
@@ -75,7 +75,7 @@ def _build_if_it_applies(cause: str, case: Case, one: Advice) -> Remedy | None:
 
 
 def _add_peak(found: Remedy, case: Case, needed: int) -> Remedy:
-    """Add what the run would have needed, beside what is outside torch."""
+    """Add the peak with a remedy, including memory outside torch."""
     peak = needed + case.outside_bytes
     return replace(found, predicted_peak_bytes=peak, spare_bytes=case.total_bytes - peak)
 
@@ -104,7 +104,7 @@ def _rows_that_fit(case: Case, rows: int, fixed: int) -> tuple[int, int]:
         return next((each for each in divisors if each <= rows // 2), 1), 0
     of_batch = max(0, case.live_bytes + case.asked_bytes - case.fixed_bytes)
     if case.record.part != "backward":
-        of_batch *= 2  # we assume that the rest of the forward pass needs as much again
+        of_batch *= 2  # we assume that the rest of the forward pass takes as much again
     sizes = [(each, fixed + of_batch * each // rows) for each in divisors]
     return next((pair for pair in sizes if pair[1] <= case.room_bytes), sizes[-1])
 
@@ -220,7 +220,7 @@ def _copy_in_main_memory(one: Advice, cause: str, case: Case) -> Remedy | None:
 
 
 def _copying(case: Case) -> Frame | None:
-    """Return the innermost line of the user's that copies a tensor or a model."""
+    """Return the user's innermost line that copies a tensor or a model."""
     copies = [each for each in case.own_frames if _COPIES.search(each.code)]
     return copies[-1] if copies else None
 
@@ -232,7 +232,7 @@ def _load_into_main_memory(one: Advice, cause: str, case: Case) -> Remedy | None
     return remedy(one, f"{one.flag(Door.CODE)} at {loads[-1].file}:{loads[-1].line}")
 
 
-# Frames and lists on the way to a name of the user's, and the position of a tensor.
+# Frames and lists before a name of the user's, and the position of a tensor.
 _ON_THE_WAY = re.compile(r"^(?:(?:a local of|\[)[^>]*-> )+|(?:\[\d+\])+$")
 
 
@@ -285,7 +285,7 @@ def _fewer_workers_of(one: Advice, cause: str, case: Case) -> Remedy | None:
     host = case.record.host
     if found is None or cause == "shm" or host is None or not host.worker_bytes:
         return found
-    # After the death: what the dead worker held is free again.
+    # Read after the death: the dead worker's memory is free again.
     more = int(found.flags["dataloader_num_workers"]) - len(host.worker_bytes)
     needed = host.total_bytes - host.free_bytes + more * max(host.worker_bytes)
     effect = f"{found.effect}: {size(needed)} of {size(host.total_bytes)} of main memory in use"
@@ -326,7 +326,7 @@ _ALWAYS = (
     advice.LARGER_SHM, advice.OWN_CARD_FIRST, advice.OWN_DEVICE_MAP, advice.LIGER,
     advice.RELEASED, advice.LIST_PROCESSES, advice.PRINT_SHAPES,
 )  # fmt: skip
-# Of what no value is filled in; advice that is nowhere here is not for a run with a record.
+# Advice without values to fill in; advice not listed here does not apply to a run with a record.
 _APPLIES: Mapping[Advice, Callable[[Case], bool]] = {
     **dict.fromkeys(_ALWAYS, lambda _: True),
     advice.EXPANDABLE_SEGMENTS: lambda case: not case.is_expandable,
@@ -346,7 +346,7 @@ _APPLIES: Mapping[Advice, Callable[[Case], bool]] = {
     advice.LOAD_ON_ONE_RANK: lambda case: case.record.run.family == "FSDP",
     advice.NO_PINNED_OFFLOAD: lambda case: case.record.run.family == "DeepSpeed",
 }
-# What the error and its frames fill in, as for a text.
+# Filled in from the error and its frames, as for a text.
 _AS_IN_TEXTS = {advice.EXPANDABLE_SEGMENTS, advice.LIGER, advice.PRINT_SHAPES}
 _EFFECTS: Mapping[Advice, Callable[[Case], str]] = {
     advice.LIST_PROCESSES: lambda case: (

@@ -1,7 +1,7 @@
-"""What the snapshot of a card says about an OOM: its cause, and what helps.
+"""Explain an OOM from the snapshot of a card: its cause, and remedies.
 
-To add a cause, judge it in `trainer_plugins/explain/snapshot/causes.py`; what a replay tries is in
-`trainer_plugins/explain/snapshot/remedies.py`, and the frames of a library are in
+To add a cause, judge it in `trainer_plugins/explain/snapshot/causes.py`; the replayed changes are
+in `trainer_plugins/explain/snapshot/remedies.py`, and the frames of a library in
 `trainer_plugins/snapshot/stacks.py`. `tests/explain/test_snapshot.py` has its story, and
 `docs/explain_snapshots.md` its page.
 """

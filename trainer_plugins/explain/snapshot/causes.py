@@ -1,4 +1,4 @@
-"""Names the causes that a snapshot shows. The first is the answer."""
+"""Name the causes that a snapshot shows. The first is the answer."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from trainer_plugins.units import GIB, percent, size
 
 
 def causes_of(case: SnapshotCase, oom: Oom, tries: Tries) -> tuple[Cause, ...]:
-    """Name the causes of an OOM, the surest first."""
+    """Name the causes of an OOM, the most certain first."""
     asked = say(
         "{requested_bytes} were asked for at {place}; the card had {free_bytes} left, and this"
         " process held {reserved_bytes}",
@@ -39,7 +39,7 @@ def _find_causes(case: SnapshotCase, oom: Oom, tries: Tries) -> Iterator[Cause]:
         leak = list(_leak(case))
         special = [
             *_foreign(case),
-            *(leak or _fragmentation(case, oom, tries)),  # what is kept also leaves gaps
+            *(leak or _fragmentation(case, oom, tries)),  # a leak also leaves gaps
             *_long_sample(case, oom),
             *_judge_request(case),
         ]
@@ -49,7 +49,7 @@ def _find_causes(case: SnapshotCase, oom: Oom, tries: Tries) -> Iterator[Cause]:
 
 
 def _foreign(case: SnapshotCase) -> Iterator[Cause]:
-    """Compare what could be held at the first and at the last OOM: the rest is others'."""
+    """Compare the process's limit at the first and at the last OOM: others hold the difference."""
     reserved = sum_reserved(case.card)
     ends = [
         reserved[at + 1] + event.address

@@ -1,4 +1,4 @@
-"""Explains a snapshot, or what grew between two, by category and by source line."""
+"""Explain a snapshot, or the growth between two, by category and by source line."""
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
@@ -27,12 +27,12 @@ _MOST_LINES = 8
 _MOST_ALLOCATIONS = 10
 _GROWN_BYTES = 16 * MIB
 _GROWN_FRACTION = 0.01
-# Causes whose remedies change what is computed, which no replay of a trace can show.
+# Causes whose remedies change the computation, which no replay of a trace can show.
 _NOT_REPLAYED = ("eval-logits", "generate-cache")
 
 
 def explain_snapshot(path: Path) -> tuple[SnapshotCase, Explanation]:
-    """Say why a run ran out of memory, or without an OOM (no causes) what was held at the peak."""
+    """Explain why a run ran out of memory; without an OOM (no causes), the memory at the peak."""
     with pause_collection():
         case = case_of(path)
         tries = try_changes(case)
@@ -49,7 +49,7 @@ def explain_snapshot(path: Path) -> tuple[SnapshotCase, Explanation]:
 
 
 def _order(remedies: Sequence[Remedy], causes: Sequence[Cause]) -> Iterator[Remedy]:
-    """Put what answers the first cause first; a remedy without a cause answers every one."""
+    """Put remedies of the first cause first; a remedy without a cause applies to every one."""
     first = causes[0].code if causes else ""
     if first in _NOT_REPLAYED:
         for one in order_remedies(first, "snapshot"):
@@ -180,7 +180,7 @@ def _frames(stack: Stack) -> tuple[Frame, ...]:
 
 
 def _allocations(case: SnapshotCase) -> Iterator[Allocation]:
-    """Yield the largest groups of blocks that one stack asked for, for one use."""
+    """Yield the largest groups of blocks with one stack and one use."""
     groups: defaultdict[tuple[int, str], list[Life]] = defaultdict(list)
     for life in case.sorter.alive_at(case.held.position):
         groups[life.stack, case.sorter.category(life)].append(life)
@@ -210,7 +210,7 @@ def _largest_gap(case: SnapshotCase) -> int:
 
 
 def compare_snapshots(before: Path, after: Path) -> tuple[list[SnapshotCase], Explanation]:
-    """Show what a second snapshot holds more than a first one, at the OOM or else at the dump."""
+    """Show the growth from a first snapshot to a second, at the OOM or else at the dump."""
     with pause_collection():
         cases = [_case(path) for path in (before, after)]
     first, second = (case.held if case.oom is not None else case.at_end for case in cases)
@@ -271,7 +271,7 @@ def _lines(held: InUse) -> dict[str, int]:
 
 
 def _changes(before: Mapping[str, int], after: Mapping[str, int]) -> list[tuple[str, int]]:
-    """Return what grew, the most first, and what shrank, the most last."""
+    """Return changes, the largest growth first, the largest reduction last."""
     changes = {name: after.get(name, 0) - before.get(name, 0) for name in {**before, **after}}
     return sorted(changes.items(), key=lambda item: -item[1])
 

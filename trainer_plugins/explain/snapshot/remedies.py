@@ -1,9 +1,9 @@
-"""Finds what would have helped, by repeating each remedy on the allocator's model first.
+"""Find remedies that would have helped, by replaying each on the allocator's model.
 
-The events up to the OOM are repeated with other settings, another capacity, or smaller tensors.
-What lay there before the recording is allocated first, without gaps, because the order in which it
-came is unknown. So the recorded settings are repeated in this way too: if even they fit then, the
-replay cannot tell a remedy from luck, and none is named.
+The events up to the OOM are replayed with other settings, another capacity, or smaller tensors.
+Blocks from before the recording are allocated first, without gaps, because their order is unknown.
+So the recorded settings are replayed this way too: if even they fit then, the replay cannot tell a
+remedy from luck, and names none.
 """
 
 import re
@@ -21,14 +21,14 @@ from trainer_plugins.snapshot.oom import Oom, SnapshotCase
 from trainer_plugins.units import MIB, size
 
 _OF_A_PASS = ("gathering", "forward", "backward", "loss", "other", "unknown")
-_MOST_EVENTS = 400_000  # repeated in all, which takes about two seconds
+_MOST_EVENTS = 400_000  # replayed in total, which takes about two seconds
 _PAGE_BYTES = 20 * MIB  # of expandable segments; others are rounded up to 2 MiB
-_NOTHING = 1 << 60  # what is divided by it becomes the smallest block
-_LEAK_STEPS = 3  # what is alive from this many earlier steps was not meant to be
+_NOTHING = 1 << 60  # dividing by it gives the smallest block
+_LEAK_STEPS = 3  # memory still alive from this many earlier steps was not intended
 
 
 def find_leaked_lives(case: SnapshotCase) -> list[Life]:
-    """Find what is alive from several earlier steps: activations should live for one."""
+    """Find memory alive from several earlier steps: activations should live for one."""
     now = case.sorter.step_at(case.held.position)
     old: defaultdict[str, list[Life]] = defaultdict(list)
     for life in case.sorter.alive_at(case.held.position):
@@ -45,7 +45,7 @@ def find_leaked_lives(case: SnapshotCase) -> list[Life]:
 
 @dataclass(kw_only=True)
 class Tries:
-    """Holds what made the failing request of a case fit."""
+    """Holds the changes that made the failing request of a case fit."""
 
     remedies: list[Remedy] = field(default_factory=list)
     setting_that_helps: str = ""
@@ -53,7 +53,7 @@ class Tries:
 
 
 def try_changes(case: SnapshotCase) -> Tries:
-    """Repeat the trace of a case with one thing changed after the other."""
+    """Replay the trace of a case with one change after the other."""
     oom = case.oom
     if oom is None or oom.is_impossible or oom.is_contradictory:
         return Tries()
@@ -67,7 +67,7 @@ class _Trial(Tries):
     case: SnapshotCase
     repeated: RepeatedTrace
     oom: Oom
-    num_events: int = 0  # repeated until now
+    num_events: int = 0  # replayed so far
 
     def run(self) -> Tries:
         if leaked := find_leaked_lives(self.case):
@@ -97,7 +97,7 @@ class _Trial(Tries):
                 continue
             self.setting_that_helps = self.setting_that_helps or words.partition("=")[2]
             do = f"export {self._join(words)}"
-            if one is advice.COLLECT_EARLIER:  # which works only with a memory fraction
+            if one is advice.COLLECT_EARLIER:  # works only with a memory fraction
                 do += f"  # and in the script: {one.flag(Door.CODE)}"
             effect = "the same trace fits, with {} to spare"
             self._add(one, effect, spare, do, cause="fragmentation")
@@ -124,7 +124,7 @@ class _Trial(Tries):
         )
 
     def _try_half(self) -> None:
-        """Halve what forward and backward passes allocated within the trace."""
+        """Halve the memory that forward and backward passes allocated within the trace."""
         sorter = self.case.sorter
         if self.case.request.work not in _OF_A_PASS:
             return
@@ -142,7 +142,7 @@ class _Trial(Tries):
         )
 
     def _try_small_states(self) -> None:
-        """Hold the states of Adam in one byte a number instead of four."""
+        """Store Adam's states in one byte per number instead of four."""
         case = self.case
         if case.request.work != "optimizer" or not any(
             "/torch/optim/adam" in frame.file for frame in case.snapshot.stacks[case.oom_stack]
@@ -169,7 +169,7 @@ class _Trial(Tries):
     def _add(
         self, one: Advice, effect: str, spare: int | None, do: str | None = None, cause: str = ""
     ) -> None:
-        """Name what fits; `{}` of the effect becomes what it leaves to spare."""
+        """Add a remedy that fits; `{}` in the effect becomes the spare memory."""
         if spare is not None:
             made = remedy(one, do, effect.format(size(spare)))
             self.remedies.append(replace(made, grade="replayed", cause=cause, spare_bytes=spare))
@@ -183,7 +183,7 @@ class _Trial(Tries):
         request_divisor: int = 1,
         more_bytes: int = 0,
     ) -> int | None:
-        """Return what the card has left after the request that failed; None is an OOM."""
+        """Return the card's spare memory after the request that failed; None is an OOM."""
         births = {life.birth for life in smaller}
         events, trace = self.case.card.events, self.repeated.trace
         first = len(events) - len(trace.events)

@@ -1,1 +1,1 @@
-"""text: a raw log or a trace pasted from anywhere becomes an `Explanation`, without torch."""
+"""Turn a raw log or a trace pasted from anywhere into an `Explanation`, without torch."""

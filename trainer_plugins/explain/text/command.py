@@ -1,4 +1,4 @@
-"""Finds in a text how a run was launched: its command line, ready to be typed again."""
+"""Find in a text how a run was launched: its command line, ready to be typed again."""
 
 import re
 import shlex
@@ -8,7 +8,7 @@ from trainer_plugins.explain.text.frames import TracebackFrame
 
 _UNKNOWN = "YOUR LAUNCH COMMAND"
 _MOST_CHARACTERS = 2000
-# A line that is typed, or names what runs; what precedes the launcher is not repeated.
+# A typed line, or one that names the running program; we drop text before the launcher.
 _PROMPT = r"[^\n]{0,80}?[$#%>!] ?|\+ |(?i:[^\n:]{0,30}(?:running|command|cmd)[^\n:]{0,20}: ?)"
 _WRAPPER = (
     r"\w+=\S*|nohup|time|srun(?: -\S+)*|(?:uv|poetry|pixi) run"
@@ -20,7 +20,7 @@ _SHOWN = re.compile(
 )
 _CONTINUED = re.compile(r" *\\\n(?:> )?\s*")
 _END = re.compile(r"\s\d?(?:[|<]|>[>&]?|&)|;")
-# How a launcher's own traceback, or its last line, shows the command of each rank.
+# Shows the command of each rank in a launcher's own traceback, or in its last line.
 _LISTED = re.compile(
     r"(?:Command '|cmd = |sigkill_handler\] )\[((?:'[^'\n]{0,500}'(?:, )?){2,200})\]"
 )
@@ -54,12 +54,12 @@ def find_launch(text: str, frames: Sequence[TracebackFrame], writer: str) -> str
 
 
 def find_command(text: str) -> list[str]:
-    """Return the words of the first command line in a text; empty if it shows none."""
+    """Return the words of the first command line in a text; empty if there is none."""
     for match in _SHOWN.finditer(_CONTINUED.sub(" ", text)):
         line = _END.split(match[1][:_MOST_CHARACTERS])[0]
         try:
             words = shlex.split(line)
-        except ValueError:  # a quote without its other half
+        except ValueError:  # an unmatched quote
             words = line.split()
         if _names_a_program(words):
             return words
@@ -67,7 +67,7 @@ def find_command(text: str) -> list[str]:
 
 
 def _names_a_program(words: Sequence[str]) -> bool:
-    """Tell a command line from a sentence that begins with the same word."""
+    """Distinguish a command line from a sentence that begins with the same word."""
     launcher, *others = words
     if launcher.rpartition("/")[2].startswith("python"):
         others = [word for word in others if word == "-m" or not word.startswith("-")][:1]

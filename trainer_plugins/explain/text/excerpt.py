@@ -1,4 +1,4 @@
-"""Finds the OOM that ended a log of any size, and keeps the lines around it, cleaned."""
+"""Find the OOM that ended a log of any size, and keep the lines around it, cleaned."""
 
 import codecs
 import html
@@ -17,14 +17,14 @@ from trainer_plugins.oom.rules import KILLED
 from trainer_plugins.units import size
 
 _BLOCK_BYTES = 1 << 20
-_NOTEBOOK_BLOCKS = 64  # of a notebook, which is read at once: pictures make it large
-_HEAD_BLOCKS, _END_BLOCKS = 4, 12  # of a large log: what lies between is not searched
-_MOST_BYTES = 1 << 29  # what gzip has packed may unpack to any size
-_MOST_OOMS, _MOST_JUDGED = 300, 1 << 19  # OOMs that are compared, and characters read to find them
-_KEPT_CHARACTERS = 1 << 16  # of the head of the log, of what precedes the OOM and what follows it
+_NOTEBOOK_BLOCKS = 64  # of a notebook, which is read at once: images make it large
+_HEAD_BLOCKS, _END_BLOCKS = 4, 12  # of a large log, whose middle is not searched
+_MOST_BYTES = 1 << 29  # gzip data may unpack to any size
+_MOST_OOMS, _MOST_JUDGED = 300, 1 << 19  # OOMs to compare, and characters to read for them
+_KEPT_CHARACTERS = 1 << 16  # each: the log's head, and the text before and after the OOM
 _LONGEST_LINE = 4000
 _LINE = re.compile(rf"[^\r\n]{{1,{_LONGEST_LINE}}}")
-# Words without which no line is an OOM.
+# Every line with an OOM has one of these.
 _HINTS = re.compile(
     r"ut of memory|utOfMemory|MemoryError|OOM ?Kill|ALLOC_FAILED"
     r"|annot allocate|NOT allocate|not enough mem|memory pressure|Allocation |llocation of"
@@ -38,15 +38,15 @@ _HINTS = re.compile(
     r"|on the node|memory limit|OOM killer|EL0004|/dev/shm/"
     rf"|{KILLED}"
 )
-_MOST_UNKNOWN = 0.3  # of a text's characters that are invalid in UTF-8, even in another encoding
-# In a sentence, where `classify` takes it for no error: someone who pastes it means an OOM.
+_MOST_UNKNOWN = 0.3  # the largest part of a text's characters that may be invalid, in any encoding
+# In a sentence, which `classify` takes for no error: a person who pastes it means an OOM.
 _TRIED = re.compile(
     r"(?<!: [\"'])(?:(?:CUDA|HIP|XPU|NPU) out of memory\. Tried to allocate \d"
     r"|MPS backend out of memory \(MPS)"
 )
-# accelerate's find_executable_batch_size, which the Trainer's auto_find_batch_size uses.
+# accelerate's find_executable_batch_size, used by the Trainer's auto_find_batch_size.
 _GAVE_UP = re.compile(r"RuntimeError: No executable batch size found")
-# How the last line of a message ends that a terminal has broken.
+# The ends of messages that a terminal has broken into lines.
 _COMPLETE = re.compile(
     r"unallocated|in total by PyTorch|cached\)|system failure|1EB memory"
     r"|initializing the engine|by other processes"
@@ -63,7 +63,7 @@ _ESCAPE = re.compile(
 _LINK = re.compile(r"\[([^\]\n]{1,300})\]\(https?://[^)\n]{0,300}\)")  # as Colab prints paths
 _BOX = re.compile(r"^[│┃╭╰╮╯─━┏┗ ]*[│┃╭╰─━]|[ ]*[│┃╮╯]$|─{4,}")
 _TIME = r"\d{4}-\d\d-\d\d[T_ ]{1,2}\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z|[+-]\d\d:?\d\d)?"
-# What precedes the words, often more than once. A group names the writer of the line.
+# Prefixes of the message, often more than one. A group names the writer of the line.
 _PREFIX = re.compile(
     r"(?:"
     r"\[(?:default|[Rr]ank ?)(?P<rank>\d{1,6})\]:?"
@@ -91,7 +91,7 @@ _TAG = re.compile(
     r"</?(?:pre|span|code|p|div|a|b|i|td|tr|table|body|html|li|ul|font|strong)"
     r"(?: [^<>\n]{0,300})?/?>"
 )
-# Between two OOMs: one was raised while the other was handled; a person speaks, or types.
+# Between two OOMs: one was raised while the other was handled; a person writes, or types.
 _CHAINED = re.compile(r"During handling of the above exception|was the direct cause of the foll")
 _SPOKEN = re.compile(
     r"(?m)^(?!.*(?:Error|[={}<>|]))(?=\W{0,3}(?:(?i:after|now|then|with|when|next|still|again"
@@ -107,9 +107,9 @@ _OUTPUTS = re.compile(r'"outputs"\s*:\s*(?=\[)')
 
 
 class LogLine(NamedTuple):
-    """Holds one line of a log, and which process wrote it."""
+    """Holds one line of a log, and the process that wrote it."""
 
-    writer: str  # the rank or the worker as the log names it; empty if it does not
+    writer: str  # the rank or worker as named in the log; else empty
     text: str
 
 
@@ -119,7 +119,7 @@ class Excerpt(NamedTuple):
     oom: OutOfMemory | None
     lines: tuple[LogLine, ...]
     at: int = 0  # the index of the line with the OOM
-    since: int = 0  # the index of the line with which the attempt begins that failed so
+    since: int = 0  # the index of the first line of the failed attempt
     not_read: str = ""  # the part of a large log that was not searched, as a clause
 
 
@@ -146,7 +146,7 @@ def _clean_line(raw: str) -> LogLine:
 def find_oom(stream: BinaryIO) -> Excerpt:
     """Read the head and the end of a log, and find the OOM of its last attempt."""
     text, not_read = _text(stream)
-    parts = text.split(_SKIPPED)  # what was skipped lies between the head and the end
+    parts = text.split(_SKIPPED)  # skipped text lies between the head and the end
     for part in reversed(parts):
         if (at := _last_attempt(part)) is not None:
             begin, since = at
@@ -172,7 +172,7 @@ def find_oom(stream: BinaryIO) -> Excerpt:
 
 
 def _text(stream: BinaryIO) -> tuple[str, str]:
-    """Return the head and the end of a log as text, and which part of it was left out."""
+    """Return the head and the end of a log as text, and a note on the part left out."""
     raw = stream.read(_BLOCK_BYTES)
     is_packed = raw.startswith(_GZIP)
     blocks = _blocks(raw, stream)
@@ -216,7 +216,7 @@ def _text(stream: BinaryIO) -> tuple[str, str]:
 
 
 def _blocks(block: bytes, stream: BinaryIO) -> Iterator[bytes]:
-    """Read block by block; unpack what gzip has packed, also if its end is missing."""
+    """Read block by block; unpack gzip data, even if their end is missing."""
     packed = zlib.decompressobj(wbits=31) if block.startswith(_GZIP) else None
     while block:
         try:
@@ -227,9 +227,9 @@ def _blocks(block: bytes, stream: BinaryIO) -> Iterator[bytes]:
 
 
 def _read_notebook(notebook: str) -> str | None:
-    """Return what a notebook's cells have printed, without their code; None if it has no outputs.
+    """Return the output of a notebook's cells, without their code; None if it has none.
 
-    Each list of outputs is read for itself, so a notebook whose end is missing is read as well.
+    Each list of outputs is read separately, so a truncated notebook can be read as well.
     """
     decoder, has_outputs = json.JSONDecoder(), False
     printed: list[str] = []
@@ -237,7 +237,7 @@ def _read_notebook(notebook: str) -> str | None:
     while match := _OUTPUTS.search(notebook, end):
         try:
             outputs, end = decoder.raw_decode(notebook, match.end())
-        except (ValueError, RecursionError):  # the end is missing, or it is no notebook
+        except (ValueError, RecursionError):  # truncated, or not a notebook
             break
         has_outputs = True
         for output in outputs:
@@ -246,7 +246,7 @@ def _read_notebook(notebook: str) -> str | None:
 
 
 def _read_output(output: dict[str, object]) -> Iterator[str]:
-    """Yield the text of one output: of a stream, of an error, or beside a picture or a table."""
+    """Yield the text of one output: of a stream, of an error, or beside an image or a table."""
     data = output.get("data")
     shown = data.get("text/plain") if isinstance(data, dict) else None
     for text in (output.get("text"), shown):
@@ -265,7 +265,7 @@ def _last_attempt(text: str) -> tuple[int, int] | None:
     """Return where the first OOM of the last attempt begins, and where that attempt does.
 
     A second error of the same rank and card is another attempt, unless it repeats the first; so is
-    one behind a person's sentence. Errors of other ranks, or that follow, belong to the first.
+    one after a person's sentence. Errors of other ranks, or consequences, belong to the first.
     """
     found = _ooms(text)
     if not found:
@@ -289,10 +289,10 @@ def _numbers_of(oom: OutOfMemory) -> tuple[int | None, ...]:
 
 
 def _ooms(text: str) -> list[tuple[int, str, OutOfMemory]]:
-    """Return the last OOMs of a text: where their lines begin, who wrote them, and what they are.
+    """Return the last OOMs of a text: the start of each line, its writer, and the error.
 
-    Lines are read from the end, up to a number of characters: each costs far more than the search
-    for those that may be one.
+    Lines are read from the end, up to a number of characters: classifying a line costs far more
+    than searching for candidates.
     """
     hinted = [line for line in _LINE.finditer(text) if _HINTS.search(line[0])]
     found: list[tuple[int, str, OutOfMemory]] = []
@@ -313,7 +313,7 @@ def _oom_in(raw: str) -> OutOfMemory | None:
 
 
 def _excerpt(lines: list[LogLine], at: int, since: int) -> Excerpt:
-    """Read the message at a line; if that is doubtful, prefer a certain one that follows soon."""
+    """Read the message at a line; if it is doubtful, prefer a certain one soon after it."""
     writer = lines[at].writer
     first = max(since, at - _NUM_BEFORE)
     context = [one.text for one in lines[first:at] if one.writer == writer]
@@ -327,7 +327,7 @@ def _excerpt(lines: list[LogLine], at: int, since: int) -> Excerpt:
 
 
 def _message(lines: list[LogLine], at: int) -> str:
-    """Join what a terminal has broken; a message of several lines keeps them."""
+    """Join lines that a terminal has broken; a message of several lines keeps them."""
     said = [lines[at].text]
     tried = _TRIED.search(said[0])
     if tried and not classify(said[0]):
@@ -336,12 +336,12 @@ def _message(lines: list[LogLine], at: int) -> str:
     for line in lines[at + 1 : at + _MOST_BROKEN_LINES]:
         if _ANOTHER.match(line.text) or (is_one_line and _COMPLETE.search(" ".join(said))):
             break
-        # The rest of a line that was broken has no prefix.
+        # The rest of a broken line has no prefix.
         if line.writer in ("", lines[at].writer):
             said.append(line.text)
     if not is_one_line:
         return "\n".join(said)
-    # Some break between words, others in the middle of one, or of a number.
+    # Some terminals break between words, others within a word or a number.
     whole, *rest = said
     for text in rest:
         is_number = re.search(r"\d\.?$", whole) and re.match(r"\.?\d", text)

@@ -1,4 +1,4 @@
-"""explain_excerpt: from a text to causes, remedies, and what the text does not show."""
+"""Turn a text into causes, remedies, and open questions."""
 
 import re
 from itertools import product
@@ -18,7 +18,7 @@ from trainer_plugins.oom.rules import KILLED_FROM_OUTSIDE
 from trainer_plugins.record.oom_record import Process
 from trainer_plugins.units import size
 
-# How a run says that it was asked to end. A launcher that ends the others writes "closing signal".
+# Words of a run that was asked to end. A launcher that ends the others writes "closing signal".
 _STOPPED = (
     r"\bCANCELLED AT\b|DUE TO (?:TIME LIMIT|PREEMPTION|JOB REQUEUE|NODE FAIL)|\bscancel\b"
     r"|(?i:\b(?:job|instance|node|pod|VM)\b.{0,30}\bpreempt(?:ed|ion)\b)"
@@ -28,7 +28,7 @@ _STOPPED = (
     r"|(?i:\bexit\w*|return(?:ed)?[ _]?code|status)\b[^\n\d]{0,14}?\(?(?:-15|143)\b"
     r"|(?<!closing )[Ss]ignal SIGTERM|Signals\.SIGTERM|^Terminated$"
 )
-# Words that people take for an OOM of the card, what they are, and what helps.
+# Errors that are often mistaken for a GPU OOM, their meaning, and remedies.
 _LOOKALIKES = (
     (
         _STOPPED,
@@ -79,7 +79,7 @@ _LOOKALIKES = (
         (),
     ),
 )
-_DOUBTS = (  # where the same words may follow an OOM
+_DOUBTS = (  # words that may also follow an OOM
     (
         _STOPPED,
         "The text does not show who asked: the scheduler's record does (`sacct -j JOB`,"
@@ -99,7 +99,7 @@ _NO_OOM = OutOfMemory(source="allocator", is_certain=False, fatal="", text="")
 
 
 def explain_excerpt(excerpt: Excerpt, subject: str) -> Explanation:
-    """Explain what was found in a log, or say that it has no OOM (no causes)."""
+    """Explain the findings in a log, or report that it has no OOM (no causes)."""
     if excerpt.oom is None or _was_stopped(excerpt, excerpt.oom):
         return _explain_without_oom(excerpt, subject)
     facts = gather(excerpt, excerpt.oom)
@@ -116,13 +116,13 @@ def explain_excerpt(excerpt: Excerpt, subject: str) -> Explanation:
 
 
 def _was_stopped(excerpt: Excerpt, oom: OutOfMemory) -> bool:
-    """Return whether SIGKILL came after a request to end, when a scheduler waits no longer."""
+    """Return whether SIGKILL followed a request to end, after a scheduler's grace period."""
     is_kill = oom.fatal == KILLED_FROM_OUTSIDE
     return is_kill and any(re.search(_STOPPED, line.text) for line in excerpt.lines)
 
 
 def _explain_without_oom(excerpt: Excerpt, subject: str) -> Explanation:
-    """Explain a table of nvidia-smi, or words that are taken for an OOM."""
+    """Explain an nvidia-smi table, or words that are mistaken for an OOM."""
     facts = gather(excerpt, _NO_OOM)
     causes = tuple(filter(None, (others.ddp_gpu0(facts), others.data_parallel(facts))))
     if causes:

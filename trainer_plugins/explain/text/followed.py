@@ -1,4 +1,4 @@
-"""is_followed: whether a text says that a remedy is set, or was tried, already."""
+"""Judge whether a text says that a remedy is already set, or was tried."""
 
 import re
 from collections.abc import Iterator
@@ -9,14 +9,14 @@ from trainer_plugins.advice import Advice
 from trainer_plugins.advice.entry import BLANKS
 from trainer_plugins.explain.text.text_facts import TextFacts
 
-# A setting of a spelling: `--name value`, `name=value`, `"name": value`.
+# A setting in a spelling: `--name value`, `name=value`, `"name": value`.
 _SETTING = re.compile(
     r"(?=--([\w.-]{4,60})[= ]([\w.]+)|\b([a-zA-Z][\w.]{3,60})[\"']?(?:=|: ?)[\"']?([\w.]+))"
 )
 _CALL = re.compile(r"\b(\w{6,60})\(\)")
 _PREFIX = re.compile(r"^(?:use|enable|load_in|dataloader|per_device)[_-]")
 _ON = r"(?:True|true|1|on|enabled)"
-# How people say that they have done something, before the name of it and behind it.
+# How people say that they have done something, before and after its name.
 _DONE = (
     r"(?:\btried\b|\balready\b|\beven (?:with|after)\b|\bwith\b|\bafter\b|\benabled\b|\bset\b"
     r"|\b(?:I|we)(?:'m|'re| am| are)? (?:\w+ )?us(?:e|ed|ing)\b)"
@@ -31,7 +31,7 @@ _MADE_LESS = (
     rf"\b(?:{_LESS}(?:e?d|t)?\b(?<=[dt])|(?:after|tried|despite) \w{{0,12}}ing"
     r"|(?:tried|with|even)\b[^.\n]{0,20}\b(?:smaller|fewer|lower))\b"
 )
-# Words for what has no single value: these were made smaller, or are as small as they get.
+# Words for things without a single value: made smaller, or already minimal.
 _SMALLER = {
     advice.SMALLER_MICRO_BATCH: r"(?<!eval )(?<!eval_)(?:batch(?:es|[ _-]?size)?|\bbs)",
     advice.SMALLER_EVAL_BATCH: r"eval\w*[ _]batch(?:[ _-]?size)?",
@@ -50,13 +50,13 @@ _OTHER_NAMES = {
     advice.OFFLOAD_OPTIMIZER: r"(?:optimizer|CPU)[_ -]?offload(?:ing)?|offload_optimizer",
     advice.SURVIVE: r"preset survive|survive_oom\(",
 }
-_EITHER_NAME = "(?:activation|gradient)_checkpointing"  # of transformers 5.23 on, and before
+_EITHER_NAME = "(?:activation|gradient)_checkpointing"  # since transformers 5.23, and before
 _TORCHS_ADVICE = re.compile(r"try setting \S+ to avoid fragmentation")
 _CHECKPOINTED = r"torch[/\\]utils[/\\]checkpoint|_gradient_checkpointing_func"
 
 
 def is_followed(one: Advice, facts: TextFacts) -> bool:
-    """Return whether the text says that an advice is followed already, or did not help."""
+    """Return whether the text says that an advice is already followed, or did not help."""
     text = _TORCHS_ADVICE.sub("", facts.whole)
     if one is advice.CHECKPOINTING and facts.find_call(_CHECKPOINTED):
         return True
@@ -92,7 +92,7 @@ def _words_of(one: Advice) -> Iterator[str]:
         spoken = re.sub(r"(?<=\d)(?=[a-z])|[_-]", "[ _-]?", _PREFIX.sub("", name))
         yield from _write_patterns(spoken)
     if other := _OTHER_NAMES.get(one):
-        # Its own words alone say that it is in force.
+        # Only its own words show that it is in force.
         yield from (other,) if one is advice.SURVIVE else _write_patterns(other)
     if what := _SMALLER.get(one):
         yield rf"(?i:{_MADE_LESS}[^.\n]{{0,40}}?{what})"
@@ -105,7 +105,7 @@ def _words_of(one: Advice) -> Iterator[str]:
 
 
 def _write_patterns(name: str) -> Iterator[str]:
-    """Yield how people write that something is on, or was tried; a denial between is none."""
+    """Yield ways to write that something is on, or was tried, without a denial in between."""
     between = rf"(?:(?!{_NOT})(?:[^.\n]|\.(?=\S))){{0,40}}?"
     yield rf"(?i:{_DONE}{between}(?<!\w)(?:{name})(?!\w)(?!=? ?false))"
     behind = rf"(?:(?!{_NOT})[^.\n]){{0,12}}?(?:{_DONE_BEHIND}|{_NO_HELP})"

@@ -1,4 +1,4 @@
-"""Reads the frames of a traceback as Python 3.8 to 3.14, rich, IPython and Jupyter print it."""
+"""Read the frames of a traceback as printed by Python 3.8 to 3.14, rich, IPython and Jupyter."""
 
 import re
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ _HEAD = re.compile(r"Traceback \(most recent call last\)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracebackFrame(oom_record.Frame):
-    """Names one call of a traceback; its line is 0 and its code empty if they are not shown."""
+    """Names one call of a traceback; its line is 0 and its code empty if not shown."""
 
     @property
     def is_users(self) -> bool:
@@ -32,7 +32,7 @@ class TracebackFrame(oom_record.Frame):
 
     @property
     def words(self) -> str:
-        """Return all that the traceback shows of this call, for a search."""
+        """Return all text that the traceback shows of this call, for a search."""
         return f"{self.file} {self.function} {self.code}"
 
     def __str__(self) -> str:
@@ -53,14 +53,14 @@ def frames_around(lines: Sequence[LogLine], at: int) -> tuple[TracebackFrame, ..
         if _HEAD.search(line.text):
             if _frames(before[::-1]):
                 break
-            before.clear()  # of a rank whose frames are elsewhere
+            before.clear()  # a rank whose frames are elsewhere
             continue
         before.append(line.text)
     following = lines[at + 1 : at + _MOST_LINES]
     found = _frames(before[::-1]) or _frames(
         [one.text for one in following if one.writer == writer]
     )
-    if not found and not writer:  # a title: a rank or a worker has written what follows
+    if not found and not writer:  # a title: a rank or a worker wrote the following lines
         other = next((one.writer for one in following if _PYTHON.match(one.text)), "")
         found = _frames([one.text for one in following if one.writer == other])
     return tuple(found)
@@ -68,14 +68,14 @@ def frames_around(lines: Sequence[LogLine], at: int) -> tuple[TracebackFrame, ..
 
 def _frames(texts: Sequence[str]) -> list[TracebackFrame]:
     frames: list[TracebackFrame] = []
-    used = -1  # the second line of a frame that rich has broken
+    used = -1  # the second line of a frame that rich broke
     for number, text in enumerate(texts):
         if number == used:
             continue
         following = texts[number + 1 : number + 3]
         matches = (each.match(text) for each in (_PYTHON, _CELL, _IPYTHON, _RICH))
         found = next(filter(None, matches), None)
-        if not found and following:  # rich breaks a long path in the middle of a word
+        if not found and following:  # rich breaks a long path within a word
             rest = following[0].lstrip()
             found = _RICH.match(text + rest) or _RICH.match(f"{text} {rest}")
             used = number + 1 if found else used

@@ -1,4 +1,4 @@
-"""The shapes of public models, by the names that people write, from their configs on the Hub.
+"""List the shapes of public models, under the names people write, from their configs on the Hub.
 
 To add a model, add its line to `_MODELS`; `tests/explain/test_sizes.py` compares some with configs.
 """
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Model(NamedTuple):
-    """Holds the numbers that a tensor of a model is made of."""
+    """Holds the dimensions of a model's tensors."""
 
     name: str
     vocabulary: int
@@ -63,7 +63,7 @@ _MODELS = (
     Model("SmolLM2 1.7B", 49_152, 2048, 8192, 32),
     Model("OPT 13B", 50_272, 5120, 20_480, 40),
 )
-# By the module of its class, where no name tells more.
+# By the module of its class, if no name is more specific.
 _OF_MODULES = {
     "qwen2": (151_936, 152_064),
     "qwen3": (151_936,),
@@ -88,7 +88,7 @@ def find_model(text: str) -> Model | None:
     found = [
         each
         for each in _MODELS
-        if each.name.split()[0].casefold() in folded  # to compile few patterns
+        if each.name.split()[0].casefold() in folded  # compiles fewer patterns
         and re.search(_pattern(each.name), text)
     ]
     longest = max(found, key=lambda each: len(each.name), default=None)
@@ -102,7 +102,7 @@ def vocabularies_of(module: str) -> tuple[int, ...]:
 
 
 def _pattern(name: str) -> str:
-    """Write a name as people do: `Llama 3 8B` is `Meta-Llama-3-8B` and `llama3.1_8b` too."""
+    """Match a name as people write it: `Llama 3 8B` is also `Meta-Llama-3-8B` and `llama3.1_8b`."""
     family, version, *others = map(re.escape, name.split())
     if (family, version) == ("Llama", "3"):
         version = r"3(?:\.\d)?"

@@ -1,8 +1,8 @@
-"""progress: how far a run had come before its OOM, by the form of its lines.
+"""Tell from the form of log lines how far a run had come before its OOM.
 
-A number beside the word "step" is no progress: banners and configs are full of them ("Gradient
-accumulation steps = 8", "warmup steps: 100"). A bar of tqdm counts in steps, not in examples or
-bytes; a line of a logger has the step and what was measured in it, or the step and the last one.
+A number beside the word "step" is not enough: banners and configs are full of them ("Gradient
+accumulation steps = 8", "warmup steps: 100"). A tqdm bar counts in steps, not in examples or bytes;
+a logger's line has the step and a measurement, or the step and the last step.
 """
 
 import re
@@ -31,7 +31,7 @@ _OTHER_TITLES = re.compile(
 )
 _EPOCH_TITLE = re.compile(r"\bepoch\D{0,8}(\d{1,6})", re.IGNORECASE)
 
-# A logger's dict, as the Trainer, TRL, LLaMA-Factory, ms-swift and axolotl print it.
+# A logger's dict, as printed by the Trainer, TRL, LLaMA-Factory, ms-swift and axolotl.
 _LOSS = re.compile(r"[\"'](?:\w{1,20}_)?loss[\"']: [\"']?[\d.-]")
 _SUMMARY = re.compile(r"[\"']train_runtime[\"']: |\btrain_runtime +=|Training completed")
 _EPOCH = re.compile(r"[\"']epoch[\"']: [\"']?(\d{1,6}\.\d{1,9})")
@@ -39,7 +39,7 @@ _EPOCH = re.compile(r"[\"']epoch[\"']: [\"']?(\d{1,6}\.\d{1,9})")
 _TABLE = re.compile(r"\bStep\b.{0,40}\bLoss\b")
 _ROW = re.compile(r"^\W{0,8}(\d{1,9})[\s|]+\d{1,9}\.\d{2,9}\b")
 
-# "step 12/300", "iter 120: loss 2.5", "Step [100/600], Loss: 0.1". What stands before the word
+# "step 12/300", "iter 120: loss 2.5", "Step [100/600], Loss: 0.1". The text before the word
 # decides: "warmup steps" and "save_steps" are settings.
 _STEP = re.compile(
     r"(?:^|[^\w\s-]\s{0,9}|\s-\s{1,9}|\b\d{1,9}\s{1,9}"
@@ -53,21 +53,21 @@ _STEP_OF_EPOCH = re.compile(
     r"\bepoch(?:\(train\))?:? {0,4}\[?\d{1,6}[\]: ]{1,3}\[? {0,8}(?P<done>\d{1,9}) ?/ {0,8}\d",
     re.IGNORECASE,
 )
-# "Epoch 2/10, loss: 0.5", as it is printed at the end of one.
+# "Epoch 2/10, loss: 0.5", printed at the end of an epoch.
 _WHOLE_EPOCH = re.compile(r"\bepoch[ :=#\[]{1,3}(?P<done>\d{1,6})\b.{1,200}loss", re.IGNORECASE)
 _MEASURED = re.compile(
     r"loss|\bppl\b|perplexity|grad_?norm|\blr\b|learning.rate|\bmem(?:ory)?\b|elapsed|time\b"
     r"|\bacc|samples|tokens|\btps\b|mfu|it/s|s/it|\bms\b|reward",
     re.IGNORECASE,
 )
-# `RUN` of a Dockerfile, a run that is resumed, and arguments that are printed.
+# `RUN` of a Dockerfile, a resumed run, and printed arguments.
 _NOT_PROGRESS = re.compile(
     r"Step \d+/\d+ : [A-Z]|(?i:continu|resum|will |start(?:ing)? )|(?:Namespace|Arguments|Config)\("
 )
 
 
 def progress(before: Sequence[LogLine]) -> str:
-    """Say how far the run had come; empty at its start, or if the text does not show it."""
+    """Describe how far the run had come; empty at its start, or if the text does not show it."""
     num_losses = sum(bool(_LOSS.search(line.text)) for line in before)
     has_table = any(_TABLE.search(line.text) for line in before)
     for line in reversed(before):
@@ -101,7 +101,7 @@ def _read_bar(text: str) -> str | None:
 
 
 def _read_dict(num_losses: int, text: str) -> str | None:
-    """Read a dict of a logger: a positive epoch, or enough lines with a loss."""
+    """Read a logger's dict: a positive epoch, or enough lines with a loss."""
     epoch = _EPOCH.search(text)
     if epoch and float(epoch[1]) > 0:
         return f"the run was at epoch {epoch[1]}"
@@ -111,7 +111,7 @@ def _read_dict(num_losses: int, text: str) -> str | None:
 
 
 def _read_step(text: str) -> str | None:
-    """Read a line that names a step, with what was measured in it or with the last step."""
+    """Read a line that names a step, with a measurement or the last step."""
     step = _STEP_OF_EPOCH.search(text)
     if not step and (step := _STEP.search(text)) and not _tells(step):
         step = None
@@ -124,7 +124,7 @@ def _read_step(text: str) -> str | None:
 
 
 def _tells(step: re.Match[str]) -> bool:
-    """Return whether a number beside the word is a step of the run, and no setting."""
+    """Return whether a number beside the word is a step of the run, not a setting."""
     if step["batch"]:
         return bool(step["of"])
     if step["many"]:

@@ -1,4 +1,4 @@
-"""Settings: what a text shows of how a run was set up, in its command line or anywhere else."""
+"""Settings: the setup of a run as a text shows it, in its command line or anywhere else."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ from trainer_plugins.explain.text.command import find_command
 from trainer_plugins.explain.text.models import find_model
 from trainer_plugins.explain.text.text_facts import TextFacts
 
-# What transformers' examples, TRL, LLaMA-Factory, axolotl, DeepSpeed and QLoRA call a thing.
+# The names used by transformers' examples, TRL, LLaMA-Factory, axolotl, DeepSpeed and QLoRA.
 _MODEL = "model_name_or_path|pretrained_model_name_or_path|base_model|model_name|model_id|model"
 _LENGTH = (
     "max_seq_length|max_length|cutoff_len|sequence_len|model_max_length|max_seq_len|block_size"
@@ -26,7 +26,7 @@ _LOADED_AS = re.compile(
 
 
 class Settings:
-    """Looks for settings in the command line that a text shows, then anywhere in the text."""
+    """Looks for settings in the text's command line, then anywhere in the text."""
 
     def __init__(self, facts: TextFacts) -> None:
         self._facts = facts
@@ -34,7 +34,7 @@ class Settings:
         self.given = _arguments(find_command(self.text))
 
     def value(self, names: str, values: str) -> str:
-        """Return what one of several names is set to; empty if to nothing of this form."""
+        """Return the value of one of several names; empty if none has this form."""
         for name in names.split("|"):
             if re.fullmatch(values, self.given.get(name, "")):
                 return self.given[name]
@@ -66,7 +66,7 @@ class Settings:
 
     @property
     def dtype(self) -> str:
-        """Return that of the weights: a dtype alone is that of any tensor in a line of code."""
+        """Return the weights' dtype: a bare dtype may belong to any tensor in a line of code."""
         if found := self.value("torch_dtype", DTYPES) or self.given.get("dtype", ""):
             return found
         loaded = _LOADED_AS.search(self.text)
@@ -74,7 +74,7 @@ class Settings:
 
 
 def _arguments(words: Sequence[str]) -> Mapping[str, str]:
-    """Read the flags of a command line, and overrides as Hydra takes them.
+    """Parse the flags of a command line, and overrides as Hydra takes them.
 
     >>> _arguments(["x.py", "--max-length", "8", "--bf16", "--optim=sgd", "args.lr=1"])
     {'max_length': '8', 'bf16': 'True', 'optim': 'sgd', 'lr': '1'}

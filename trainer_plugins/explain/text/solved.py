@@ -1,4 +1,4 @@
-"""Says which tensor of which model has the size that was refused, as an equation."""
+"""Identify the tensor of a model that has the size of the failed request, as an equation."""
 
 from itertools import product
 from math import isqrt
@@ -21,7 +21,7 @@ _SAVED_TOKENS = 1024
 
 
 def solve_logits(facts: TextFacts) -> Said | str:
-    """State the logits that were refused; empty if no vocabulary gives a number that is meant."""
+    """State the refused logits; empty if no vocabulary gives a plausible number."""
     model, vocabularies = _vocabularies(facts)
     shown = _read_shape(facts)
     found = [
@@ -54,7 +54,7 @@ def count_logits(facts: TextFacts) -> Said | str:
 
 
 def _vocabularies(facts: TextFacts) -> tuple[Model | None, tuple[int, ...]]:
-    """Return the model that the text names, and its vocabulary, else those that are likely."""
+    """Return the model that the text names, and its vocabulary, else the likely ones."""
     model = find_model(facts.whole)
     if given := facts.rows("vocab_size"):
         return model, (given,)
@@ -71,7 +71,7 @@ def _read_shape(facts: TextFacts) -> tuple[int | None, int | None]:
 
 
 def _count_tokens(asked: int, token_bytes: int, rows: int | None, length: int | None) -> int | None:
-    """Count tokens: of the rows and the length that the text shows, else a round number."""
+    """Count tokens: from the rows and the length in the text, else a round number."""
     if length is None:
         return count_units(asked, token_bytes)
     rows = rows or max(1, round(asked / (token_bytes * length)))
@@ -106,7 +106,7 @@ def solve_scores(facts: TextFacts) -> Said:
 
 
 def solve_gradients(facts: TextFacts) -> Said | str:
-    """State how many gradients in float32 have the size that was refused."""
+    """State how many float32 gradients have the size of the failed request."""
     if not facts.asked_bytes:
         return ""
     return facts.states(
@@ -116,7 +116,7 @@ def solve_gradients(facts: TextFacts) -> Said | str:
 
 
 def solve_weights(facts: TextFacts) -> Said | str:
-    """State which matrix of the model that the text names has this size; empty if none has."""
+    """State which matrix of the text's model has this size; empty if none has."""
     model = find_model(facts.whole)
     if model is None:
         return ""
@@ -136,7 +136,7 @@ def solve_weights(facts: TextFacts) -> Said | str:
 
 
 def solve_activations(facts: TextFacts) -> Said | str:
-    """State what an MLP or a norm of the model that the text names keeps; empty if it is not so."""
+    """State which activations of an MLP or a norm have this size; empty if none do."""
     is_mlp = facts.find_call(r"mlp|(?:down|gate|up)_proj|act_fn|swiglu|silu|gelu", innermost=4)
     is_norm = facts.find_call(r"[Nn]orm\b", innermost=3)
     model = find_model(facts.whole) if is_mlp or is_norm else None

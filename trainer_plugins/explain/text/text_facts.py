@@ -1,4 +1,4 @@
-"""Facts: what the text around an OOM shows, in numbers, frames and words."""
+"""Facts: the evidence around an OOM in a text: numbers, frames and words."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -15,8 +15,8 @@ from trainer_plugins.explain.text.progress import progress
 from trainer_plugins.oom import OutOfMemory
 from trainer_plugins.units import MIB
 
-NOT_AVAILABLE_BYTES = 1 << 60  # and more: NVML's word for a size that it does not know
-# How the Trainer and Unsloth print them before the first step.
+NOT_AVAILABLE_BYTES = 1 << 60  # and more: NVML's value for an unknown size
+# As the Trainer and Unsloth print them before the first step.
 _IN_BANNERS = {
     "per_device_train_batch_size": r"|[Bb]atch size per device",
     "gradient_accumulation_steps": r"|Gradient [Aa]ccumulation steps",
@@ -30,7 +30,7 @@ _SMI_PROCESS = re.compile(
 _SMI_CARD = re.compile(r"\|\s*(\d{1,7})MiB\s*/\s*(\d{1,7})MiB\s*\|")
 
 
-# A line of code, of a log or of torch's message is no sentence of a person.
+# A line of code, of a log or of torch's message is not a person's sentence.
 _NO_SENTENCE = re.compile(
     r"Tried to allocate|^\s*File |^\s{2,}\S|[\w\])]\(|[{}<>|]| = |=.*=.*=|\d%"
     r"|^\W*(?:Try|Consider|To avoid)\b|[Ii]f you\b|[Yy]ou (?:can|may|should|might|need)\b"
@@ -42,7 +42,7 @@ _SPEAKS = re.compile(
 
 
 class SmiProcess(NamedTuple):
-    """Holds one line of the processes table of nvidia-smi."""
+    """Holds one line of nvidia-smi's process table."""
 
     card: int
     pid: int
@@ -51,7 +51,7 @@ class SmiProcess(NamedTuple):
 
 
 class SmiCard(NamedTuple):
-    """Holds what nvidia-smi shows of a card's memory."""
+    """Holds nvidia-smi's figures of a card's memory."""
 
     used_bytes: int
     total_bytes: int
@@ -59,17 +59,17 @@ class SmiCard(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextFacts:
-    """Gathers what the rules judge. All sizes are in bytes; None is unknown."""
+    """Gathers the input of the rules. All sizes are in bytes; None is unknown."""
 
     oom: OutOfMemory
     frames: tuple[TracebackFrame, ...]  # outermost first; empty if the text has none
-    writer: str  # the rank or worker that failed, as the log names it; empty if it does not
+    writer: str  # the failed rank or worker as named in the log; else empty
     text: str  # the lines around the OOM
     command: str  # the head of the log: arguments, versions
     processes: tuple[SmiProcess, ...]
     cards: tuple[SmiCard, ...]
-    progress: str  # how far the run had come, as one clause; empty at its start, or if unknown
-    is_later_attempt: bool  # whether the text shows an attempt before, which failed too
+    progress: str  # how far the run had come, as a clause; empty at its start, or if unknown
+    is_later_attempt: bool  # whether the text shows an earlier failed attempt
     num_skipped: int  # lines that report a skipped batch
 
     @property
@@ -91,7 +91,7 @@ class TextFacts:
 
     @property
     def unused_bytes(self) -> int | None:
-        """Return what the allocator holds under no tensor."""
+        """Return the memory that the allocator holds outside tensors."""
         unused, reserved, live = self.oom.unused_bytes, self.oom.reserved_bytes, self.live_bytes
         if unused is None and reserved is not None and live is not None:
             return max(0, reserved - live)
@@ -115,7 +115,7 @@ class TextFacts:
         }
 
     def states(self, words: str, **more: int | float | str | None) -> Said:
-        """Make a sentence of the numbers of the message, and of `more`."""
+        """Build a sentence from the message's numbers, and from `more`."""
         return say(words, **self.stated, **more)
 
     @property
@@ -125,7 +125,7 @@ class TextFacts:
 
     @property
     def hides_processes(self) -> bool:
-        """Return whether the driver hides what each process holds, as on Windows and WSL."""
+        """Return whether the driver hides the memory of each process, as on Windows and WSL."""
         return any(size >= NOT_AVAILABLE_BYTES for _, size in self.oom.process_bytes)
 
     @property
@@ -134,13 +134,13 @@ class TextFacts:
 
     @property
     def own_bytes(self) -> int | None:
-        """Return what this process holds: by the message, else what torch has reserved."""
+        """Return the memory of this process: from the message, else torch's reserved memory."""
         own = [size for pid, size in self._named if pid is None]
         reserved = None if self.live_bytes is None else self.live_bytes + (self.unused_bytes or 0)
         if own or reserved is None or self.total_bytes is None or self.free_bytes is None:
             return own[0] if own else reserved
-        # In a container torch calls itself by a foreign pid. If all that are named and this
-        # process do not fit in what is used, one of them is this process.
+        # In a container torch refers to itself by a foreign pid. If all named processes and this
+        # one exceed the used memory, one of them is this process.
         sizes = [size for _, size in self._named]
         fits = [size for size in sizes if size >= reserved]
         used = self.total_bytes - self.free_bytes
@@ -152,14 +152,14 @@ class TextFacts:
 
     @property
     def others_bytes(self) -> int | None:
-        """Return what is neither free nor this process's: T - F - L - U."""
+        """Return the memory neither free nor this process's: T - F - L - U."""
         if self.total_bytes is None or self.free_bytes is None or self.own_bytes is None:
             return None
         return max(0, self.total_bytes - self.free_bytes - self.own_bytes)
 
     @property
     def outside_torch_bytes(self) -> int:
-        """Return what this process holds outside torch's allocator, as far as it is named."""
+        """Return this process's memory outside torch's allocator, as far as it is stated."""
         own = [size for pid, size in self._named if pid is None]
         return max(0, own[0] - (self.live_bytes or 0) - (self.unused_bytes or 0)) if own else 0
 
@@ -175,7 +175,7 @@ class TextFacts:
         return next((one for one in reversed(frames) if re.search(pattern, one.words)), None)
 
     def find_sentence(self, pattern: str) -> str:
-        """Return a person's sentence on memory or an end, with these words; empty without one."""
+        """Return a person's sentence about memory or an end, with these words; empty if none."""
         found = (one for one in self._sentences if re.search(rf"(?i:{pattern})", one))
         return next(found, "")
 
@@ -185,7 +185,7 @@ class TextFacts:
         return [one for line in lines for one in re.split(r"(?<=[.!?;]) ", line) if _SPEAKS(one)]
 
     def says(self, pattern: str) -> re.Match[str] | None:
-        """Find words anywhere in the text, the head of the log included."""
+        """Find words anywhere in the text, including the head of the log."""
         return re.search(pattern, self.text) or re.search(pattern, self.command)
 
     @property
@@ -232,7 +232,7 @@ class TextFacts:
 
     @property
     def vendor(self) -> Vendor:
-        """Return whose card it is: by the message, else by frames and what else the text says."""
+        """Return the vendor of the card: from the message, else from frames and other text."""
         for read in (lambda words: re.search(words, self.oom.text), self.find_call, self.says):
             for one in VENDORS:
                 if read(one.seen):
@@ -241,17 +241,17 @@ class TextFacts:
 
     @property
     def launched(self) -> str:
-        """Return the command line of the run, its launcher included."""
+        """Return the command line of the run, including its launcher."""
         return find_launch(self.whole, self.frames, self.writer)
 
     @property
     def whole(self) -> str:
-        """Return the text, with the attempt that failed so at the front if there were several."""
+        """Return the text, starting with the failed attempt if there were several."""
         parts = (self.text, self.command) if self.is_later_attempt else (self.command, self.text)
         return "\n".join(parts)
 
     def rows(self, name: str) -> int | None:
-        """Return a number that the command line or a config in the text gives to a setting."""
+        """Return a setting's number from the command line or a config in the text."""
         names = f"(?:{name}{_IN_BANNERS.get(name, '')})"
         found = self.says(rf"{names}[\"']?[ =:]{{1,4}}(\d{{1,6}})\b")
         return int(found[1]) if found else None
@@ -284,7 +284,7 @@ def gather(excerpt: Excerpt, oom: OutOfMemory) -> TextFacts:
 
 
 def _last_words(texts: Sequence[str], at: int) -> tuple[TracebackFrame, ...]:
-    """Take what stands right before the message as the place, where no frame is complete."""
+    """Use the words right before the message as the place, if no frame is complete."""
     before = [text for text in texts[max(0, at - _NUM_LAST_WORDS) : at] if text.strip()]
     words = [*before, re.split(_MESSAGE, texts[at])[0]]
     return tuple(

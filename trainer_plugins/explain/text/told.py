@@ -1,4 +1,4 @@
-"""told: an OOM that a text only tells of, in a title or a sentence; no line of it is an error."""
+"""Find an OOM that a text only reports, in a title or a sentence, without an error line."""
 
 import re
 
@@ -6,7 +6,7 @@ from trainer_plugins.explain.text.excerpt import Excerpt, LogLine
 from trainer_plugins.oom import OutOfMemory, classify_anywhere
 from trainer_plugins.oom.rules import KILLED_FROM_OUTSIDE, Source
 
-# What ran out, why the process ended, and a person's words. Those that name it come first.
+# The exhausted resource, the reason for the end, and a person's words; specific ones first.
 _SAID: tuple[tuple[Source, str, str], ...] = (
     # vLLM before it gives up; SGLang's pool.
     (
@@ -37,7 +37,7 @@ _MOST_LINES = 60  # a longer text without an error is a log of something else
 
 
 def find_told_oom(excerpt: Excerpt) -> Excerpt | None:
-    """Find the line that tells of an OOM; None if it names another error, or is a long log."""
+    """Find the line that reports an OOM; None if it names another error, or is a long log."""
     lines = excerpt.lines
     has_frames = any(_FRAME.match(line.text) for line in lines)
     if len(lines) > _MOST_LINES and not has_frames:

@@ -1,4 +1,4 @@
-"""Rules of `accelerate launch`: what it refuses, what it ignores, and what it runs differently."""
+"""Apply the rules of `accelerate launch`: keys it refuses, ignores, or handles unexpectedly."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +13,7 @@ _SECTIONS = {
     "fsdp_config": "FSDP",
     "megatron_lm_config": "MEGATRON_LM",
 }
-# FullyShardedDataParallelPlugin of accelerate 1.15 warns at these under version 2 and drops them.
+# accelerate 1.15's FullyShardedDataParallelPlugin warns about these under version 2 and drops them.
 _FSDP1_ONLY = (
     "sharding_strategy",
     "backward_prefetch",
@@ -164,7 +164,7 @@ def _judge_deepspeed(document: Document, config: Mapping, section: Mapping) -> I
 
 
 def _fsdp(config: Mapping) -> Iterator[Finding]:
-    """Judge the section of FSDP, whose keys have lost their prefix."""
+    """Judge the FSDP section, whose keys have lost their prefix."""
     reshards = config.get("reshard_after_forward")
     if config.get("version", 1) == 2:
         for key in _FSDP1_ONLY:

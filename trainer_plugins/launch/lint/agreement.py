@@ -1,4 +1,4 @@
-"""Judges whether a launch file and TrainingArguments agree: what stops a training, and which wins.
+"""Judge whether a launch file and TrainingArguments agree: conflicts that stop a run, and who wins.
 
 Sources: HfTrainerDeepSpeedConfig, deepspeed_optim_sched, and the checks of Trainer's
 create_accelerator_and_postprocess, transformers 5.23.
@@ -16,7 +16,7 @@ _STOPS_MOST = {
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
     "gradient_clipping", "bf16.enabled", "fp16.enabled",
 }  # fmt: skip
-"""Keys whose fixed value stops most trainings; the others are mostly written as they are given."""
+"""Keys whose fixed value stops most trainings; the others usually agree."""
 
 
 class _AskedValue(NamedTuple):
@@ -27,7 +27,7 @@ class _AskedValue(NamedTuple):
 def read_asked_values(
     values: Mapping[str, object], num_ranks: int | None
 ) -> dict[str, _AskedValue]:
-    """Return what TrainingArguments ask for each key that HfTrainerDeepSpeedConfig compares."""
+    """Return the TrainingArguments' value for each key that HfTrainerDeepSpeedConfig compares."""
     given = {name: value for name, value in values.items() if value is not None}
 
     def plain(name: str, default: object) -> _AskedValue:
@@ -75,7 +75,7 @@ def _rows_of_a_rank(values: Mapping[str, object]) -> float:
 def agreement_findings(
     document: Document, values: Mapping[str, object] | None, num_ranks: int | None = None
 ) -> Iterator[Finding]:
-    """Judge a file by TrainingArguments; if they are unknown, by what most trainings have."""
+    """Judge a file by TrainingArguments; if they are unknown, by those of most trainings."""
     num_ranks = num_ranks or document.count("num_processes")
     config = _fill_in(document)
     for key, asked in read_asked_values(values or {}, num_ranks).items():
@@ -125,7 +125,7 @@ def _compare(
 
 
 def _judge_refusals(document: Document, given: Mapping[str, object]) -> Iterator[Finding]:
-    """Judge what the Trainer refuses when it starts."""
+    """Judge combinations that the Trainer refuses when it starts."""
     raises = "the Trainer raises when it starts"
     stage, is_fsdp = document.zero_stage, document.get_accelerate("distributed_type") == "FSDP"
     is_only_model = bool(given.get("save_only_model"))
@@ -159,14 +159,14 @@ _SCHEDULES = {"WarmupLR": "constant_with_warmup", "WarmupCosineLR": "cosine"}
 
 
 def _judge_replacements(document: Document, given: Mapping[str, object]) -> Iterator[Finding]:
-    """Judge a choice in TrainingArguments that a block of the DeepSpeed JSON replaces unsaid."""
+    """Judge choices in TrainingArguments that the DeepSpeed JSON silently replaces."""
     kind, optim = document.get_deepspeed("optimizer.type"), _word(given, "optim")
     is_adam = "adam" in str(kind).lower()
     is_same = optim in _ADAMW if is_adam else str(kind).lower() in optim
     if kind is not None and optim and optim not in _ADAMW[:2] and not is_same:
         yield _report_overruled("optimizer", kind, f"--optim {optim}")
     kind, schedule = document.get_deepspeed("scheduler.type"), _word(given, "lr_scheduler_type")
-    # linear is the default: who has not typed it has it too
+    # linear is the default, so it may not have been typed
     if kind is not None and schedule not in ("", "linear", _SCHEDULES.get(str(kind))):
         yield _report_overruled("scheduler", kind, f"--lr_scheduler_type {schedule}")
 

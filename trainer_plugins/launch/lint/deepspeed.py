@@ -1,4 +1,4 @@
-"""Rules of DeepSpeed: combinations that it refuses, and those that do not do what they seem to."""
+"""Apply DeepSpeed's rules: combinations that it refuses, and misleading ones."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +18,7 @@ _GATHER_ON_SAVE = (
 
 
 def zero_findings(document: Document) -> Iterator[Finding]:
-    """Judge what DeepSpeed will run."""
+    """Judge the configuration that DeepSpeed will run."""
     stage = document.zero_stage
     if stage is None:
         return
@@ -118,7 +118,7 @@ def _offload_stage(document: Document, stage: int) -> Iterator[Finding]:
 
 
 def _buckets(document: Document, stage: int) -> Iterator[Finding]:
-    """Count the buckets of gradients: deepspeed 0.19.8, stage_1_and_2.py, `setup_buckets`."""
+    """Count the gradient buckets: deepspeed 0.19.8, stage_1_and_2.py, `setup_buckets`."""
     # `allgather_bucket_size` takes no memory: it limits how much is gathered at once, in place.
     zero = get_block(document.deepspeed or {}, "zero_optimization")
     if stage == 0 or (document.accelerate is None and document.deepspeed is not None and not zero):

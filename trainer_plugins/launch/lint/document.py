@@ -1,4 +1,4 @@
-"""Reads a launch file in bounded time: its accelerate and DeepSpeed parts, and duplicate keys."""
+"""Read a launch file in bounded time: its accelerate and DeepSpeed parts, and duplicate keys."""
 
 import base64
 import binascii
@@ -31,7 +31,7 @@ class Document:
     deepspeed: Mapping | None = None
     duplicates: tuple[str, ...] = ()  # keys that occur twice in a mapping; readers keep the last
     json_path: str | None = None  # `deepspeed_config_file`, if it names a file
-    json_problem: str | None = None  # why the DeepSpeed part could not be read, if one is named
+    json_problem: str | None = None  # why a named DeepSpeed part could not be read
 
     def get_accelerate(self, name: str) -> object:
         return part(self.accelerate or {}, name)
@@ -40,7 +40,7 @@ class Document:
         return part(self.deepspeed or {}, name)
 
     def count(self, name: str) -> int | None:
-        """Return a number that the accelerate part has, if it is 1 or more: `num_processes`."""
+        """Return a count in the accelerate part, if it is 1 or more: `num_processes`."""
         value = self.get_accelerate(name)
         return value if isinstance(value, int) and value > 0 else None
 
@@ -50,7 +50,7 @@ class Document:
         return self.get_accelerate(f"fsdp_config.{key}") if found is None else found
 
     def get_offload(self, what: str, key: str) -> object:
-        """Return what DeepSpeed reads of an offload: `("param", "nvme_path")`."""
+        """Return DeepSpeed's value for an offload: `("param", "nvme_path")`."""
         if self.deepspeed is None:
             return self.get_accelerate(f"deepspeed_config.offload_{what}_{key}")
         return self.get_deepspeed(f"zero_optimization.offload_{what}.{key}")
@@ -71,7 +71,7 @@ class Document:
 
     @property
     def offload_devices(self) -> dict[str, str]:
-        """Return what is offloaded and where to: `{"optimizer": "cpu"}`."""
+        """Return the offloaded parts and their places: `{"optimizer": "cpu"}`."""
         found = {}
         for what, old in (("optimizer", "cpu_offload"), ("param", "cpu_offload_param")):
             device = self.get_offload(what, "device")
@@ -112,7 +112,7 @@ def read_document(path: Path) -> Document:
 
 
 def read_mapping(path: Path) -> tuple[Mapping, tuple[str, ...]]:
-    """Read a YAML or JSON file, and the keys that occur twice in it."""
+    """Read a YAML or JSON file, and its duplicate keys."""
     parse = parse_json if path.suffix == ".json" else parse_yaml
     return parse(read_text(path, str(path)), str(path))
 
@@ -127,7 +127,7 @@ def document_of(
 
 
 def read_deepspeed(given: object) -> Document:
-    """Read a DeepSpeed JSON that is given as a mapping, a path, text or base64 of text."""
+    """Read a DeepSpeed JSON given as a mapping, a path, text or base64 text."""
     document = Document(name="deepspeed")
     if isinstance(given, dict):
         return replace(document, deepspeed=given)
@@ -150,7 +150,7 @@ def _add_json(document: Document, named: object, folder: Path) -> Document:
             text = base64.urlsafe_b64decode(named).decode("utf-8")
         loaded, duplicates = parse_json(text, source)
     except ConfigError as error:
-        # A path may happen to be valid base64: it is a path then.
+        # A path may happen to be valid base64: treat it as a path.
         path_or_none = None if "{" in named else named
         return replace(document, json_path=path_or_none, json_problem=str(error))
     except (binascii.Error, OSError, ValueError):
@@ -161,7 +161,7 @@ def _add_json(document: Document, named: object, folder: Path) -> Document:
 
 
 def read_text(path: Path, source: str) -> str:
-    """Read a file in UTF-8 that is no larger than a launch file can be."""
+    """Read a UTF-8 file, up to the size limit of a launch file."""
     try:
         with path.open("rb") as file:
             content = file.read(_MOST_BYTES + 1)
@@ -202,7 +202,7 @@ def parse_yaml(text: str, source: str) -> tuple[Mapping, tuple[str, ...]]:
         value = None if root is None else loader.construct_document(root)
     except ConfigError:
         raise
-    # PyYAML has no error of its own for a date in month 13, or a number of 5,000 digits.
+    # PyYAML has no own error for a date in month 13, or for a number of 5,000 digits.
     except (yaml.YAMLError, ValueError) as error:
         said = " ".join(str(error).split()).replace('in "<unicode string>", ', "in ")
         raise ConfigError(f"{source} is not YAML: {said}") from None
@@ -220,13 +220,13 @@ def _find_duplicates(root: yaml.Node, source: str) -> tuple[str, ...]:
 
 
 def _mapping(loaded: object, source: str) -> Mapping:
-    """Refuse what is no mapping, and numbers that no launch has."""
+    """Refuse anything but a mapping, and implausible numbers."""
     if not isinstance(loaded, dict):
         kind = "nothing" if loaded is None else f"a {type(loaded).__name__}"
         wanted = "a mapping: write `key: value` lines, or a JSON object"
         raise ConfigError(f"{source} holds {kind}, not {wanted}")
     for value, name in _walk(loaded, _within_value, source):
-        # Written so that NaN, which compares with nothing, is refused too.
+        # Written so that NaN, for which no comparison holds, is refused too.
         if isinstance(value, (int, float)) and not -(2.0**64) < value < 2.0**64:
             shown = str(value) if len(str(value)) < 25 else f"{str(value)[:20]}..."
             why = f"{name} is {shown}, which is implausible: write another number"
@@ -249,13 +249,13 @@ def _within_value(value: object) -> list[tuple[str, object]]:
 def _walk(
     root: object, within: Callable[[object], list[tuple[str, object]]], source: str
 ) -> Iterator[tuple[object, str]]:
-    """Yield each value with its dotted name, as often as anchors refer to it."""
+    """Yield each value with its dotted name, once for each anchor reference."""
     waiting = [(root, "", 1)]
     num_seen = 0
     while waiting:
         value, name, level = waiting.pop()
         num_seen += 1
-        # Within these limits other readers come to an end too.
+        # Within these limits other readers finish too.
         if level > _MOST_LEVELS:
             raise ConfigError(f"{_too_deep(source)}, in {name.partition('.')[0]}")
         if num_seen > _MOST_VALUES:

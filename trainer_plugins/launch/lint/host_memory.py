@@ -1,7 +1,7 @@
-"""Counts the main memory that a launch file needs, and judges it by what the machine has.
+"""Compute the main memory of a launch file, and compare it with the machine's.
 
-All parameters are trained with AdamW, and weights are loaded with 16 bits.
-tests/launch/host_memory.toml compares it with the planner, which runs the code that is named here.
+All parameters are trained with AdamW, and weights are loaded in 16 bits.
+tests/launch/host_memory.toml compares it with the planner, which runs the code named here.
 """
 
 from collections.abc import Iterator
@@ -14,9 +14,9 @@ from trainer_plugins.launch.main_memory import HostLimits, HostNeed
 from trainer_plugins.units import GIB, size
 
 _NEARLY = 0.8
-_HALF, _FULL = 2.0, 4.0  # bytes of a number with 16 bits, and with 32
+_HALF, _FULL = 2.0, 4.0  # bytes of a 16-bit and of a 32-bit number
 _SUB_GROUP = 1_000_000_000  # deepspeed/runtime/zero/config.py, sub_group_size
-# deepspeed/runtime/zero/offload_config.py: the numbers of buffers, and elements
+# deepspeed/runtime/zero/offload_config.py: numbers of buffers, and elements
 _STATE_BUFFERS, _PARAM_BUFFERS, _PARAM_BUFFER, _IN_CPU = 4, 5, 100_000_000, 1_000_000_000
 _REMEDY = (
     "Spread it over more machines; keep bf16 states (the config one_gpu_7b_offload); set pin_memory"
@@ -31,21 +31,21 @@ _FOR_NVME = (
     'Write "sub_group_size": 1e8, "max_in_cpu": 0, and a "buffer_size" of the largest weight:'
     " DeepSpeed keeps several of each in main memory for the drive"
 )
-# Pinned blocks by the size of their tensors, for weights one by one: 1.1 to 1.33 in the models of
-# host_memory.toml, by the width of their layers.
+# The ratio of pinned blocks to their tensors, for weights one by one: 1.1 to 1.33 in the models of
+# host_memory.toml, depending on the width of their layers.
 _ROUNDED = 1.3
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
     num_bytes: float
-    pinned_bytes: float = 0.0  # their size if they are pinned, else 0
+    pinned_bytes: float = 0.0  # the size if pinned, else 0
 
 
 def memory_findings(
     document: Document, num_params: float | None, num_ranks: int | None, host: HostLimits
 ) -> Iterator[Finding]:
-    """Judge the main memory of a machine by the parameters and the ranks of a launch."""
+    """Judge the main memory of a machine from a launch's parameters and ranks."""
     if num_params is None:
         return
     num_ranks = num_ranks or document.count("num_processes") or 1
@@ -85,7 +85,7 @@ def _remedy(document: Document) -> str:
 
 
 def _report_shared_load(need: HostNeed, shortage: str) -> Finding:
-    """Warn of a load that is too large if the ranks do not share what they read."""
+    """Warn that loading takes too much if the ranks do not share the weights they read."""
     return Finding.warning(
         code="config-host-memory",
         summary=f"while {need.num_ranks} ranks load all weights each, {shortage}",
@@ -99,9 +99,9 @@ def _report_shared_load(need: HostNeed, shortage: str) -> Finding:
 def host_need(
     document: Document, num_params: float, num_ranks: int, *, is_mapped: bool = False
 ) -> HostNeed:
-    """Count what the ranks of one machine need; `num_ranks` are those on all machines.
+    """Compute the main memory of one machine's ranks; `num_ranks` counts all machines.
 
-    Weights that are mapped from a file are there once for all ranks.
+    Weights mapped from a file exist once for all ranks.
     """
     num_local = max(1, num_ranks // (document.count("num_machines") or 1))
     share = num_params / num_ranks
@@ -109,7 +109,7 @@ def host_need(
     if document.get_accelerate("distributed_type") == "FSDP":
         start, parts = _fsdp(document, num_params, share)
     elif document.zero_stage == 3:
-        # deepspeed/runtime/zero/utils.py, defragment, joins weights on the card to one buffer
+        # deepspeed/runtime/zero/utils.py, defragment, joins weights on the card into one buffer
         start = 0.0 if "param" in document.offload_devices else share * _HALF
         parts = [*_zero_3(document, share)]
     else:
@@ -131,9 +131,9 @@ def host_need(
 
 
 def _fsdp(document: Document, num_params: float, share: float) -> tuple[float, list[_Part]]:
-    """Count FSDP: a start in which each rank has all weights with 32 bits, and what stays."""
-    # accelerate/utils/fsdp_utils.py, fsdp2_prepare_model, upcasts, and then takes a state dict that
-    # lives until the parts of all ranks are made. FSDP1 upcasts parts.
+    """Count FSDP: loading, in which each rank has all weights, and the rest."""
+    # accelerate/utils/fsdp_utils.py, fsdp2_prepare_model, upcasts, then takes a state dict that
+    # lives until the shards of all ranks exist. FSDP1 upcasts shards.
     is_second = document.get_fsdp("version") == 2
     start = num_params * (_FULL if is_second else _HALF)
     if "fsdp" not in document.offload_devices:
@@ -172,7 +172,7 @@ def _zero_3(document: Document, share: float) -> Iterator[_Part]:
     if offloads.get("param") == "cpu":
         yield _part(share * _HALF, is_pinned=True)
         if document.get_offload("param", "pin_memory") is not False:
-            # partition_parameters.py, _partition_param, before they are moved to the flat buffer
+            # partition_parameters.py, _partition_param, before they move to the flat buffer
             yield _Part(share * _HALF, share * _HALF * _ROUNDED)
 
 
@@ -181,7 +181,7 @@ def _zero_2(document: Document, share: float) -> Iterator[_Part]:
     if document.offload_devices.get("optimizer") != "cpu":
         return
     pins = document.get_offload("optimizer", "pin_memory") is not False
-    for width in (_FULL, _HALF, _FULL):  # weights, their copy with 16 bits, gradients
+    for width in (_FULL, _HALF, _FULL):  # weights, their 16-bit copy, gradients
         yield _part(share * width, pins)
     yield _Part(2 * share * _FULL)
 

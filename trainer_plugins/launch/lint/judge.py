@@ -1,4 +1,4 @@
-"""Judges a launch file by all rules, the worst finding first."""
+"""Apply all rules to a launch file, the worst finding first."""
 
 from collections.abc import Mapping
 
@@ -22,7 +22,7 @@ def judge_document(
     num_ranks: int | None = None,
     host: HostLimits = _UNKNOWN,
 ) -> tuple[Finding, ...]:
-    """Judge a launch file, the worst finding first; without `num_params`, not its main memory."""
+    """Judge a launch file, the worst finding first; main memory only if `num_params` is known."""
     found = [
         *schema_findings(document),
         *accelerate_findings(document),

@@ -1,13 +1,13 @@
-"""The keys that accelerate and DeepSpeed read (a renamed one twice), and what each may hold.
+"""List the keys that accelerate and DeepSpeed read (renamed ones twice), and the type of each.
 
 Sources: accelerate 1.15, commands/config/config_args.py and launch.py; DeepSpeed 0.19.8, runtime/.
 """
 
-Keys = dict[str, str]  # the kind of each key: the name of a parameter of `_keys`
+Keys = dict[str, str]  # the type of each key: a parameter name of `_keys`
 
 
 def _keys(**names_by_kind: str) -> Keys:
-    """Make a table of lists of names: `integer` counts 5e7 too, `anything` is not checked."""
+    """Build a table from lists of names: `integer` allows 5e7 too, `anything` is not checked."""
     return {name: kind for kind, names in names_by_kind.items() for name in names.split()}
 
 
@@ -106,7 +106,7 @@ ZERO = _keys(
     """,
     mapping="offload_param offload_optimizer zenflow leaf_module",
 )
-# Of stage 3 alone. DeepSpeed reads them without the prefix too, transformers and accelerate do not.
+# Only for stage 3. DeepSpeed reads them without the prefix too; transformers and accelerate do not.
 STAGE3 = _keys(
     integer="""
         prefetch_bucket_size param_persistence_threshold model_persistence_threshold
@@ -166,7 +166,7 @@ BLOCKS: dict[str, Keys] = {
     "scheduler": _keys(text="type", mapping="params"),
 }
 BLOCKS["bfloat16"] = BLOCKS["bf16"]
-# In these blocks DeepSpeed ignores unknown keys; in the others it refuses them.
+# DeepSpeed ignores unknown keys in these blocks, and refuses them in the others.
 PASSED_OVER = frozenset(
     {"", "aio", "activation_checkpointing", "torch_autocast", "optimizer", "scheduler"}
 )
@@ -192,7 +192,7 @@ DEPRECATED = {
     "bfloat16": "bf16, the only name that transformers and accelerate look for",
 }
 
-# For whose "auto" accelerate fills in its own default, which is rarely the intended value.
+# For these, accelerate replaces "auto" by its own default, which is rarely intended.
 AUTO_IS_OFF = {
     "zero_optimization.stage": "2",
     "zero_optimization.offload_optimizer.nvme_path": '"none"',

@@ -1,4 +1,4 @@
-"""Rules of form: unknown keys, duplicate keys, values of the wrong kind, misleading file names."""
+"""Check the form of a file: unknown or duplicate keys, wrong types, misleading file names."""
 
 import re
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ _KINDS: dict[str, tuple[str, type | tuple[type, ...]]] = {
     "sequence": ("a list", list),
     "anything": ("anything", object),
 }
-# Whose "auto" HfTrainerDeepSpeedConfig, or accelerate's DeepSpeedPlugin, replaces.
+# HfTrainerDeepSpeedConfig, or accelerate's DeepSpeedPlugin, replaces "auto" for these.
 _AUTO = {
     *read_asked_values({}, num_ranks=None),
     "scheduler.params.warmup_min_lr",
@@ -48,7 +48,7 @@ def schema_findings(document: Document) -> Iterator[Finding]:
 
 
 def name_findings(document: Document) -> Iterator[Finding]:
-    """Judge whether the name of the file says what is in it."""
+    """Judge whether the name of the file matches its content."""
     name, stage = document.name.lower(), document.zero_stage
     claimed = re.search(r"(?:zero|stage|_z)_?(?:stage)?_?([0-3])", name)
     if claimed and stage is not None and stage != int(claimed[1]):
@@ -64,7 +64,7 @@ def name_findings(document: Document) -> Iterator[Finding]:
 
 
 def wrong_value(key: str, value: object, why: str, remedy: str = "") -> Finding:
-    """Report a value that none of its readers takes."""
+    """Report a value that none of its readers accepts."""
     return Finding.error(
         code="config-wrong-value",
         summary=f"{key} is {'missing' if value is None else repr(value)}",
@@ -74,7 +74,7 @@ def wrong_value(key: str, value: object, why: str, remedy: str = "") -> Finding:
 
 
 def report_ignored_key(summary: str, why: str, remedy: str) -> Finding:
-    """Report what has no effect."""
+    """Report a key without effect."""
     return Finding.warning(code="config-ignored-key", summary=summary, evidence=why, remedy=remedy)
 
 
@@ -196,7 +196,7 @@ def _kind(name: str, value: object, kind: str) -> Iterator[Finding]:
 
 def _is_of(kind: str, value: object) -> bool:
     if isinstance(value, bool) and kind in ("integer", "number"):
-        return False  # which is an int in Python
+        return False  # bool is an int in Python
     if isinstance(value, float) and kind == "integer":
         return value.is_integer()
     return isinstance(value, _KINDS[kind][1])

@@ -1,4 +1,4 @@
-"""Names TrainingArguments, and reads them from a command line."""
+"""List the names of TrainingArguments, and read them from a command line."""
 
 import ast
 import functools
@@ -12,24 +12,24 @@ import yaml
 from trainer_plugins.checkpointing import spell
 from trainer_plugins.launch.lint.document import ConfigError
 
-# What people call the same, and programs use for something else too: the batch of all cards.
+# Common names for per_device_train_batch_size; some programs use them for the total batch.
 _CALLED_ELSEWHERE = ("batch_size", "train_batch_size")
-_SURE = 0.85  # of 1: `gradient_checkpoint` is near enough, `lora_r` is not `local_rank`
+_SURE = 0.85  # of 1: `gradient_checkpoint` is close enough, but `lora_r` is not `local_rank`
 
 
 @functools.cache
 def argument_names() -> frozenset[str]:
-    """Return the names that the installed TrainingArguments take; none if it is not found."""
+    """Return the fields of the installed TrainingArguments; none if it is not found."""
     return _fields_in("transformers", ("training_args.py", "training_args_seq2seq.py"))
 
 
 def sft_argument_names() -> frozenset[str]:
-    """Return the names that TRL's SFTConfig adds; none if TRL is not found."""
+    """Return the fields that TRL's SFTConfig adds; none if TRL is not found."""
     return _fields_in("trl", ("trainer/base_config.py", "trainer/sft_config.py"))
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return the name that was meant: one that means the same, or of which this is a slip.
+    """Return the intended name: a synonym, or the likely correction of a typo.
 
     >>> nearest("bf61", ["bf16", "fp16"]), nearest("lora_r", ["local_rank"])
     ('bf16', '')
@@ -44,7 +44,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def _fields_in(package: str, files: Iterable[str]) -> frozenset[str]:
-    """Return the fields of the classes in files of an installed package, which is not imported."""
+    """Return the fields of the classes in files of an installed package, without importing it."""
     found = find_spec(package)
     folder = Path(found.origin if found is not None and found.origin else "").parent
     paths = (folder / file for file in files)
@@ -60,7 +60,7 @@ def _fields_in(package: str, files: Iterable[str]) -> frozenset[str]:
 
 
 def unknown_argument(names: Iterable[str]) -> str:
-    """Say which of these is no TrainingArgument, and which was probably meant; else nothing."""
+    """Report the first name that is no TrainingArgument, with a suggestion; else nothing."""
     known = argument_names()
     for name in names if known else ():
         if name not in known:
@@ -79,7 +79,7 @@ def training_arguments(words: Sequence[str]) -> dict[str, object]:
     {'optim_target_modules': ['mlp']}
     """
     found: dict[str, object] = {}
-    waiting: str | None = None  # the name of a flag whose value may follow
+    waiting: str | None = None  # a flag whose value may follow
     for word in words:
         if word.startswith("--") or (waiting is None and "=" in word):
             name, equals, value = word.removeprefix("--").partition("=")

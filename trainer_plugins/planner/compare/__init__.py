@@ -1,1 +1,1 @@
-"""Plan a run many times: search what fits, and predict what a change would save."""
+"""Plan a run many times: search for settings that fit, and predict the savings of a change."""

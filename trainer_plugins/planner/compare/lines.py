@@ -1,4 +1,4 @@
-"""Define what a search is asked, and what it finds, as values."""
+"""Define the results of a search as values."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ from trainer_plugins.planner.plan import MemoryPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchLine:
-    """Holds one way to run with the largest micro-batch that fits, or else with the smallest."""
+    """Holds one combination of settings with the largest micro-batch that fits, or the smallest."""
 
     gradient_checkpointing: bool
     sequence_length: int
@@ -22,13 +22,13 @@ class SearchLine:
     nvidia_smi_peak_bytes: int
     margin_bytes: int
     host_ram_bytes_per_node: int
-    is_safe: bool = True  # whether it fits even if the plan is as far off as any was
+    is_safe: bool = True  # whether it fits even with the largest known error of a plan
 
     json_properties: ClassVar[tuple[str, ...]] = ("flags", "hydra_overrides")
 
     @property
     def arguments(self) -> dict[str, object]:
-        """Return the TrainingArguments that select this way to run."""
+        """Return the TrainingArguments of this line."""
         return {
             "per_device_train_batch_size": self.micro_batch,
             "gradient_accumulation_steps": self.accumulation_steps,
@@ -42,7 +42,7 @@ class SearchLine:
 
     @property
     def hydra_overrides(self) -> str:
-        """Return the same for a Hydra app that has its TrainingArguments at `trainer.args`."""
+        """Return them for a Hydra app that keeps its TrainingArguments at `trainer.args`."""
         return " ".join(
             f"++trainer.args.{name}={str(value).lower()}" for name, value in self.arguments.items()
         )
@@ -50,7 +50,7 @@ class SearchLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interrupted:
-    """Holds what a search had found when it was interrupted."""
+    """Holds the lines that a search had found when it was interrupted."""
 
     lines: tuple[SearchLine, ...]
     interrupted: Literal[True] = True
@@ -60,18 +60,18 @@ class Interrupted:
 class SearchResult:
     """Holds the result of a search."""
 
-    lines: tuple[SearchLine, ...]  # each way to run that was tried, in this order
-    # fits, is safe if one is, and has the most tokens; None if nothing fits
+    lines: tuple[SearchLine, ...]  # every combination that was tried, in order
+    # the line that fits with the most tokens, preferably a safe one; None if nothing fits
     best: SearchLine | None
     best_plan: MemoryPlan | None
-    effective_batch: int  # rows between two optimizer steps on all cards, the same in each line
+    effective_batch: int  # rows of an optimizer step over all cards, the same in each line
     num_gpus: int
     gpu: str
     capacity_bytes: int
 
 
 def all_of(results: Sequence[SearchResult]) -> SearchResult:
-    """Join what was found for several lengths of rows; the best has the most tokens at once."""
+    """Join the results for several sequence lengths; the best has the most tokens at once."""
 
     def rank(result: SearchResult) -> tuple[bool, bool, int]:
         best = result.best

@@ -1,7 +1,7 @@
-"""Says how much longer a step takes with changes: a multiple, by arithmetic from a card's figures.
+"""Estimate how much longer a step takes with changes, as a multiple, from a card's figures.
 
-A step takes what its computing takes, or what it moves meanwhile if that takes longer. Nothing is
-measured; docs/plan_search.md sets multiples beside measured ones.
+A step takes the time of its computation, or of its concurrent transfers if that is longer. Nothing
+is measured; docs/plan_search.md compares these multiples with measured ones.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,14 +16,14 @@ from trainer_plugins.planner.plan import MemoryPlan
 from trainer_plugins.planner.request import LAYER_COUNTS, ONLINE_TRAINERS, PlanRequest
 from trainer_plugins.strategy import reduces_each_time
 
-_REACHED = 0.4  # of the peak: Llama 3 had 38 to 43 % (arXiv:2407.21783, table 4)
-_BYTES = 2  # of a weight or a gradient on its way
+_REACHED = 0.4  # of peak FLOPS: Llama 3 had 38 to 43 % (arXiv:2407.21783, table 4)
+_BYTES = 2  # of a weight or a gradient in transit
 _BYTES_IN_4_BITS = 0.55  # NF4 and its scales
-_DECODING_BYTES = 4.5  # a half is read, two are written, two are read again
-_STEP_BYTES = 28  # AdamW reads four numbers of 4 bytes for a weight, and writes three
+_DECODING_BYTES = 4.5  # reads half a byte, writes two, reads those two again
+_STEP_BYTES = 28  # AdamW reads four 4-byte numbers per weight and writes three
 # DeepSpeed's AdamW takes 2.4 s for 8 billion weights (ZeRO-Offload, arXiv:2101.06840, table 4).
 _BYTES_PER_SECOND_OF_CPU = 94e9
-_ONLY_COMPUTES = Speed(1e-6, *[float("inf")] * 3)  # the ratio is that of any card
+_ONLY_COMPUTES = Speed(1e-6, *[float("inf")] * 3)  # compute-bound, so the ratio holds for any card
 
 _IN_4_BITS = {switches.QLORA.words, switches.BASE_IN_4_BITS.words}
 _ADAPTERS = {switches.ADAPTER.words, *_IN_4_BITS}
@@ -36,23 +36,23 @@ class Step:
 
     weights: int
     trained: int
-    rows: int  # between two steps, on one card
+    rows: int  # of an optimizer step, on one card
     checkpoints: bool
-    idle: int = 0  # weights of the experts to which a token is not sent
-    tokens: int = 1  # of a row
+    idle: int = 0  # weights of experts that a token skips
+    tokens: int = 1  # in a row
     layers: int = 0
     width: int = 0
     num_gpus: int = 1
-    speed: Speed | None = None  # None if the card, or the length of a row, is not known
-    offloads: bool = False  # the inputs of layers
+    speed: Speed | None = None  # None if the card or the sequence length is unknown
+    offloads: bool = False  # the inputs of layers (offloaded activations)
     reduces_each_time: bool = False
     in_4_bits: bool = False
     launch: str = ""  # in words
 
     def times(self, changes: Sequence[Switch], now: int, then: int) -> float | None:
-        """Return the time with changes and `then` rows at once, over that as it is with `now`.
+        """Return the step time with `changes` and `then` rows at once, relative to the run now.
 
-        None if it depends on a card that is not known.
+        None if it depends on a card that is unknown.
         """
         speed = self.speed
         if speed is None:
@@ -76,11 +76,11 @@ class Step:
         )
 
     def _seconds(self, rows: int, speed: Speed) -> float:
-        """Return about the time of a step with this many of its rows at once."""
+        """Estimate the time of a step with this many rows at once."""
         tokens, computed = rows * self.tokens, max(1, self.weights - self.idle)
-        # The backward pass makes the gradient of the inputs, and of the weights that are trained.
+        # The backward pass computes the gradients of the inputs and of the trained weights.
         passes = 2 + self.trained / self.weights + self.checkpoints
-        scores = 2 * self.tokens * self.width * self.layers  # of a token; half are masked
+        scores = 2 * self.tokens * self.width * self.layers  # per token; half are masked
         operations = tokens * (passes * 2 * computed + (3 + self.checkpoints) * scores)
         computing = operations / (speed.teraflops * 1e12 * _REACHED)
         if self.in_4_bits:
@@ -100,13 +100,13 @@ class Step:
         return moved
 
     def _count_waited_bytes(self) -> float:
-        """Return the bytes of an offload: how much of them DeepSpeed hides was not measured."""
+        """Return the bytes of an offload, all unhidden: DeepSpeed's overlap was not measured."""
         if "offload" not in self.launch:
             return 0.0
         return _BYTES * (2 * self.weights + self.trained) / self.num_gpus
 
     def _between_cards(self) -> tuple[float, float]:
-        """Return the bytes between cards in a micro-batch, and besides in the last of a step."""
+        """Return the bytes between cards in each micro-batch, and the extra ones in the last."""
         gradients = _BYTES * self.trained
         if self.num_gpus == 1:
             return 0.0, 0.0
@@ -126,7 +126,7 @@ class Step:
 
 
 def step_of(run: PlanRequest, arguments: Mapping[str, Any], plan: MemoryPlan) -> Step | None:
-    """Describe the step of a run with a config; None if it generates, which takes most of it."""
+    """Describe the step of a config's run; None if it generates, which takes most of the time."""
     source = switches.source_of(run)
     if source.trainer in ONLINE_TRAINERS:
         return None
@@ -154,7 +154,7 @@ def step_of(run: PlanRequest, arguments: Mapping[str, Any], plan: MemoryPlan) ->
 
 
 def _idle(config: Any, layers: int) -> int:
-    """Return the weights of experts to which a token is not sent."""
+    """Return the weights of experts that a token skips."""
     experts = switches.experts_in(config)
     width = config.get("moe_intermediate_size") or config.get("intermediate_size") or 0
     idle = experts - config.get("num_experts_per_tok", experts)

@@ -1,4 +1,4 @@
-"""proposal_of: what changes, the rows at once and a plan make of them propose."""
+"""Build a proposal from changes, a micro-batch and their plan."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from trainer_plugins.planner.plan import MemoryPlan, Proposal, describe_least_se
 
 
 def batch_flags(micro_batch: int, rows: int) -> dict[str, object]:
-    """Return the TrainingArguments for this many of `rows` rows at once."""
+    """Return the TrainingArguments that split a step's `rows` into micro-batches of this size."""
     return {
         "per_device_train_batch_size": micro_batch,
         "gradient_accumulation_steps": -(-rows // micro_batch),
@@ -16,7 +16,7 @@ def batch_flags(micro_batch: int, rows: int) -> dict[str, object]:
 
 
 def rows_in_words(micro_batch: int, rows: int) -> str:
-    """Say how many rows a step has at once, and how often."""
+    """Write the micro-batch and the number of micro-batches in words."""
     return f"{micro_batch} row{'s' if micro_batch > 1 else ''} x {-(-rows // micro_batch)}"
 
 
@@ -31,10 +31,10 @@ def proposal_of(
     times: float | None,
     trainer: str | None,
 ) -> Proposal:
-    """Propose changes that a plan was made with, and `micro_batch` of `rows` rows at once.
+    """Propose changes with which a plan was made, with `micro_batch` of `rows` rows at once.
 
-    The run as it is has `now` rows at once; `length` is in tokens; `times` is how many times as
-    long a step takes; `trainer` is one of TRL's.
+    The run as it is has `now` rows at once; `length` is in tokens; `times` is the step time
+    relative to the run as it is; `trainer` names one of TRL's.
     """
     words = [each.words for each in changes]
     time = describe_least_seconds(plan.streamed.copy_seconds_per_step) if plan.streamed else ""
@@ -68,7 +68,7 @@ def proposal_of(
 
 
 def _price_of_rows(plan: MemoryPlan, *, is_timed: bool) -> list[str]:
-    """Say what becomes of the training with fewer rows at once; nothing if its time says enough."""
+    """Say how smaller micro-batches change the training; nothing if its time says enough."""
     if plan.accumulation is None or (is_timed and plan.accumulation.effect is Effect.SAME):
         return []
     return [plan.accumulation.price]

@@ -1,4 +1,4 @@
-"""Predicts what switches save that are asked for by their names."""
+"""Predict the savings of switches that the user asks for by name."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -28,20 +28,20 @@ _SEVERAL = "+"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """Holds what one switch changes in a run. Sizes in bytes, for one card."""
+    """Holds the effect of one switch on a run. Sizes in bytes, for one card."""
 
     change: str  # the switch by its name, or several joined by "+"
     how: str  # what to pass or set to get the change
-    allocated_saved_bytes: int | None = None  # negative if it takes more; None: not predicted
+    allocated_saved_bytes: int | None = None  # negative if memory grows; None: not predicted
     reserved_saved_bytes: int | None = None
     nvidia_smi_peak_bytes: int | None = None  # the peak with the switch
     fits: bool | None = None  # whether the run fits with the switch; None if no card was named
-    reason: str | None = None  # why nothing is predicted
+    reason: str | None = None  # why there is no prediction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExplainedChanges:
-    """Holds the plan of a run as it is, and what switches change in it."""
+    """Holds the plan of a run as it is, and the effects of switches on it."""
 
     plan: MemoryPlan
     changes: tuple[Saved, ...]
@@ -71,13 +71,13 @@ SWITCHES: dict[str, Switch] = {
     "stream": replace(STREAMED_BASE, flags=f"{STREAMED_BASE.flags} (the callback StreamBase)"),
     "expandable-segments": _EXPANDABLE,
     "length/2": Switch("half the length", "other data", "half of --seq-length", half_as_long),
-}  # in the order in which a reader would try them
+}  # in the order in which you would try them
 
 ALL = "all"
 
 
 def changes_of(names: Sequence[str]) -> tuple[str, ...]:
-    """Read the changes that are asked for: names of switches, or several joined by "+"."""
+    """Parse the requested changes: names of switches, or several joined by "+"."""
     asked = [each.strip() for name in names for each in name.split(",") if each.strip()]
     found = [*SWITCHES] if ALL in asked else []
     found += [name for name in asked if name != ALL and name not in found]
@@ -91,13 +91,13 @@ def changes_of(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def switches_in(change: str) -> list[Switch]:
-    """Return the switches that a change of `changes_of` joins."""
+    """Return the switches that a change joins."""
     return [SWITCHES[name] for name in change.split(_SEVERAL)]
 
 
 def measure_saving(change: str, before: MemoryPlan, after: MemoryPlan | PlanError) -> Saved:
-    """Say what a change saves: the plan without it, and with it or why there is none."""
-    # the unified name is the last one, if this torch reads it
+    """Compare the plans before and after a change; `after` may be the reason why there is none."""
+    # names_read lists the unified name last, if this torch reads it
     variable = names_read(gather_machine(environ))[-1]
     flags = ", ".join(each.flags for each in switches_in(change))
     how = flags.replace(_VARIABLE, variable)

@@ -1,4 +1,4 @@
-"""Change a run of a config and flags in one respect each."""
+"""Change one aspect of a run that is given by a config and flags."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,38 +28,38 @@ LORA = {"peft_type": "LORA", "r": 16, "target_modules": "all-linear"}
 class Switch:
     """Describes one thing to change in a run, besides its rows."""
 
-    words: str  # what a proposal calls it
-    price: str  # what it costs; `{time}` stands for the time that copies take
-    flags: str  # what to add to the plan's command
-    change: Callable[[PlanRequest], PlanRequest] | None = None  # None: by those flags
-    # about how much of each category it frees, as a fraction: a try tells
+    words: str  # its name in a proposal
+    price: str  # the cost in words; `{time}` stands for the time of the copies
+    flags: str  # to add to the plan's command
+    change: Callable[[PlanRequest], PlanRequest] | None = None  # None: the change is those flags
+    # roughly which fraction of each category it frees; only a new plan says exactly
     frees: Mapping[Category, float] = field(default_factory=dict)
-    subject: str = ""  # of two switches with one subject, a run takes one
-    # 0: the same training; 1: states rounded; 2: an adapter; 3: on a rounded base; 4: other data
+    subject: str = ""  # a run takes at most one switch of each subject
+    # 0: same training; 1: rounded states; 2: an adapter; 3: on a rounded base; 4: other data
     changes_result: int = 0
-    costs_time: bool = False  # alone: a multiple of a step's time says it better
-    in_the_run: str = ""  # as the run's script takes it; empty: as the plan does
-    with_trl: str = ""  # the same for TRL's scripts; empty: as any script does
+    costs_time: bool = False  # only that: a multiple of the step time says it better
+    in_the_run: str = ""  # for the run's script; empty: the same as `flags`
+    with_trl: str = ""  # for TRL's scripts; empty: as for any script
 
     def turn(self, run: PlanRequest) -> PlanRequest:
         """Return the run with this change."""
         return self.change(run) if self.change else change_flags(run, **flags_in(self.flags))
 
     def spell(self, trainer: str | None) -> str:
-        """Return how it is typed in the run, with a Trainer of TRL or transformers' own."""
+        """Return the text to type in the run, with a Trainer of TRL or transformers' own."""
         return (self.with_trl if trainer else "") or self.in_the_run or self.flags
 
 
 def write_flags(arguments: Mapping[str, object]) -> str:
-    """Write TrainingArguments as flags, in one line."""
+    """Write TrainingArguments as flags on one line."""
     return " ".join(f"--{name} {value}" for name, value in arguments.items())
 
 
 def change_flags(run: PlanRequest, **changed: object) -> PlanRequest:
-    """Change TrainingArguments, by their names."""
+    """Change TrainingArguments by name."""
     source = source_of(run)
     assert isinstance(source.arguments, tuple)
-    # of a flag given twice, the last one counts
+    # If a flag is given twice, the last one counts.
     flags = [text for name, value in changed.items() for text in (f"--{name}", str(value))]
     return replace(run, source=replace(source, arguments=(*source.arguments, *flags)))
 
@@ -73,7 +73,7 @@ def add_adapter(run: PlanRequest) -> PlanRequest:
 
 
 def quantise_base(run: PlanRequest) -> PlanRequest:
-    """Train LoRA adapters, those of the run if it has some, on a base in 4 bits."""
+    """Train LoRA adapters (the run's own, if it has some) on a 4-bit base."""
     source = source_of(run)
     return replace(run, source=replace(source, peft=source.peft or LORA, quantisation=_NF4))
 
@@ -90,7 +90,7 @@ def stream_base(run: PlanRequest) -> PlanRequest:
 
 
 def half_as_long(run: PlanRequest) -> PlanRequest:
-    """Cut rows and labels at half of their length."""
+    """Halve the length of rows and labels."""
     source = source_of(run)
     target = source.target_length
     halved = replace(
@@ -204,13 +204,13 @@ UNPREPARED = Switch(
     "no preparation by PEFT",
     "what is not quantised computes in 16 bits, the norms too",
     advice.UNPREPARED.flag(Door.PLAN),
-    # PEFT's preparation makes float32 of what is not quantised
+    # PEFT's preparation casts everything that is not quantised to float32.
     lambda run: replace(run, source=replace(source_of(run), prepares_kbit=False)),
     {"activations": 0.3, "logits and loss": 0.3, "frozen weights": 0.4},
     subject="preparation",
     in_the_run=advice.UNPREPARED.flag(Door.CODE),
 )
-# Autocast makes the same numbers of a frozen weight in each step, except in norms and embeddings.
+# Autocast rounds a frozen weight the same way in each step, except in norms and embeddings.
 WEIGHTS_IN_BF16 = Switch(
     "weights in bfloat16",
     advice.HALF_PRECISION_WEIGHTS.price,
@@ -245,7 +245,7 @@ BF16 = Switch(
 
 
 def smaller_engine_share(share: float, freed: float) -> Switch:
-    """Make the switch to a smaller share of the card for vLLM, of which a fraction is freed."""
+    """Build the switch to a smaller share of the card for vLLM, which frees this fraction of it."""
     advised = advice.SMALLER_ENGINE_SHARE
     flag = advised.flag(Door.TRL, share=share)
     words = f"vLLM's share {share}"
@@ -253,19 +253,19 @@ def smaller_engine_share(share: float, freed: float) -> Switch:
 
 
 def cut_at(length: int) -> Switch:
-    """Make the switch to TRL's rows of at most this many tokens."""
+    """Build the switch that cuts TRL's rows at this many tokens."""
     price, flag = f"rows are cut at {length} tokens", f"--max_length {length}"
     return Switch("shorter rows", price, flag, subject="length", changes_result=4)
 
 
 def eval_rows(rows: int) -> Switch:
-    """Make the switch to this many rows at once in an evaluation of as many in all."""
+    """Build the switch to smaller evaluation batches over the same number of rows."""
     words = f"{rows} row{'s' if rows > 1 else ''} at once in the evaluation"
     price = "more evaluation batches: a loss that averages over tokens moves a little"
 
     def change(run: PlanRequest) -> PlanRequest:
         source = source_of(run)
-        now = int(source.find_flag("per_device_eval_batch_size") or 8)  # which is its default
+        now = int(source.find_flag("per_device_eval_batch_size") or 8)  # 8 is the Trainer's default
         batches = -(-source.num_evaluation_batches * now // rows)
         run = replace(run, source=replace(source, num_evaluation_batches=batches))
         return change_flags(run, per_device_eval_batch_size=rows)
@@ -275,16 +275,16 @@ def eval_rows(rows: int) -> Switch:
 
 
 def experts_in(config: Mapping[str, Any]) -> int:
-    """Return the experts of a layer; 0 if it has none."""
+    """Return the number of experts of a layer; 0 if it has none."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     return int(next((config[name] for name in names if config.get(name)), 0))
 
 
 def can_offload_activations(trainer: str | None) -> bool:
-    """Return whether what checkpointing keeps can be moved off the card.
+    """Return whether checkpoints can be offloaded from the card.
 
-    transformers has to know it, as 5.23 does. TRL's Trainers that leave checkpointing off for a
-    while then switch it on with words that torch's checkpoint refuses (1.16,
+    transformers has to support it, as 5.23 does. Some of TRL's Trainers pause checkpointing, then
+    switch it on with arguments that torch's checkpoint refuses (1.16,
     disable_gradient_checkpointing).
     """
     return trainer not in _PAUSE_CHECKPOINTING and checkpointing.CAN_OFFLOAD
@@ -293,7 +293,7 @@ def can_offload_activations(trainer: str | None) -> bool:
 def make_launch_switch(
     words: str, price: str, name: str, of: Sequence[Category], share: float
 ) -> Switch:
-    """Make the switch to a launch file of ours, which frees a share of these categories."""
+    """Build the switch to one of our launch files, which frees a share of these categories."""
     path = str(configs.path(name))
     return Switch(
         words,

@@ -1,1 +1,1 @@
-"""Build the Trainer of a request, or receive the user's, for the dry card to train."""
+"""Build the Trainer of a request, or restore the user's, for a dry run."""

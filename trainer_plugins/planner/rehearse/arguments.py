@@ -21,7 +21,7 @@ from trainer_plugins.planner.request import (
     fields_of,
 )
 
-# The rehearsal decides about these itself: it is short, silent, and writes nothing.
+# The rehearsal sets these itself: it is short, silent, and writes nothing.
 _REHEARSED = {
     "max_steps": OPTIMIZER_STEPS,
     "report_to": "none",
@@ -44,10 +44,10 @@ _REHEARSED = {
 
 
 def arguments_of(source: ConfigSource | TrainerSource) -> HfArguments:
-    """Return the user's TrainingArguments, as they were given."""
+    """Return the user's TrainingArguments as given."""
     if isinstance(source, TrainerSource):
         of_trainer: Any = ship.loads(source.trainer)["args"]
-        of_trainer.use_cpu = False  # without a card, transformers demands it for bf16
+        of_trainer.use_cpu = False  # Without a card, transformers requires it for bf16.
         return cast(HfArguments, of_trainer)
     try:
         _check_deepspeed(source.deepspeed)
@@ -98,7 +98,7 @@ def _parse(source: ConfigSource) -> HfArguments:
 
 
 def _row_length(source: ConfigSource, kind: Any) -> Sequence[str]:
-    """Let TRL cut rows at the length that the user has given, and not at its own default."""
+    """Make TRL cut rows at the user's length, not at its own default."""
     if (
         not source.has_length
         or source.trainer is None
@@ -110,7 +110,7 @@ def _row_length(source: ConfigSource, kind: Any) -> Sequence[str]:
 
 
 def _check_deepspeed(given: Any) -> None:
-    """Check a DeepSpeed config before transformers reads it, which expects a correct form."""
+    """Check a DeepSpeed config before transformers reads it, which expects a valid one."""
     if not given:
         return
     document = read_deepspeed(given if isinstance(given, dict) else str(given))

@@ -1,4 +1,4 @@
-"""Make transformers' own Trainer, and its batches, from a config and flags. Imports torch."""
+"""Build transformers' own Trainer, and its batches, from a config and flags. Imports torch."""
 
 import os
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ _BY_A_TRAINER = (
 PADDED = "batches have padding (the worse case); see --no-padding"
 _POSITIONS = "batches have position_ids, without which DeepSpeed divides no rows (sp_size)"
 
-_SAMPLES_A_SECOND = 16_000  # as in the feature extractors of transformers
+_SAMPLES_A_SECOND = 16_000  # as in transformers' feature extractors
 _LABELS_A_SECOND = 15  # letters of fast speech; a guess
 
 
@@ -33,11 +33,11 @@ class _Inputs:
 
     floats: dict[str, tuple[int, ...]]
     tokens: dict[str, tuple[int, ...]]
-    said: list[str] = field(default_factory=list)  # what was assumed
+    said: list[str] = field(default_factory=list)  # the assumptions made
     pictures: Pictures | None = None
 
     def batch(self, rows: int) -> Batch:
-        """Make a batch of this number of rows, as a collator would."""
+        """Build a batch of this many rows, as a collator would."""
         made: Batch = {name: torch.zeros(rows, *shape) for name, shape in self.floats.items()}
         for name, shape in self.tokens.items():
             made[name] = torch.full((rows, *shape), 1 if shape else 0, dtype=torch.long)
@@ -47,7 +47,7 @@ class _Inputs:
 
 
 def rehearse(source: ConfigSource, build: Build) -> Rehearsed:
-    """Make the Trainer of a config, with its model on the card or where it is streamed from."""
+    """Build the Trainer of a config, with its model on the card, or in main memory to stream it."""
     import transformers
 
     args, has_padding = build.args, build.has_padding
@@ -87,7 +87,7 @@ def rehearse(source: ConfigSource, build: Build) -> Rehearsed:
 
 
 def _num_parts(args: Any) -> int:
-    """Return among how many cards tensor parallelism divides a model, as accelerate reads it."""
+    """Return how many cards share a model by tensor parallelism, as accelerate reads it."""
     given = getattr(args, "parallelism_config", None)
     exported = os.environ.get("PARALLELISM_CONFIG_TP_SIZE", "1")
     return int(exported if given is None else given.tp_size)
@@ -101,7 +101,7 @@ def check_rows(args: HfArguments) -> None:
 
 
 def _inputs_of(model: Any, source: ConfigSource) -> _Inputs:
-    """Return what a collator would make for a model."""
+    """Return the inputs that a collator would build for a model."""
     length = source.sequence_length
     if model.config.model_type in KINDS or source.asks_for_pictures:
         pictures = pictures_of(model, source)
@@ -124,7 +124,7 @@ def _tokens(length: int) -> dict[str, tuple[int, ...]]:
 
 
 def _make_sounds(model: Any, source: ConfigSource) -> _Inputs:
-    """Return sounds as long as the run says, and the labels that belong to them."""
+    """Return audio of the run's length, and its labels."""
     seconds = source.sound_seconds or 0.0
     if not _takes_samples(model):
         raise PlanError(
@@ -147,13 +147,13 @@ def _make_sounds(model: Any, source: ConfigSource) -> _Inputs:
 
 
 def _takes_samples(model: Any) -> bool:
-    """Return whether a model takes sounds of any length, as numbers one after another."""
+    """Return whether a model takes raw audio samples of any length."""
     takes = getattr(model, "main_input_name", "")
     return takes == "input_values" and not hasattr(model.config, "num_mel_bins")
 
 
 def _make_fixed_inputs(model: Any, length: int) -> _Inputs:
-    """Return the inputs of a model whose config says their size, without its labels."""
+    """Return the inputs of a model whose config fixes their size, without its labels."""
     config, takes = model.config, getattr(model, "main_input_name", "input_ids")
     if takes == "input_ids":
         return _Inputs({}, _tokens(length))
@@ -166,7 +166,7 @@ def _make_fixed_inputs(model: Any, length: int) -> _Inputs:
     bins = getattr(config, "num_mel_bins", None)
     frames = getattr(config, "max_source_positions", None)
     if takes == "input_features" and isinstance(bins, int) and isinstance(frames, int):
-        sound = (bins, 2 * frames)  # transformers/models/whisper: a convolution halves them
+        sound = (bins, 2 * frames)  # transformers/models/whisper: a convolution halves the frames
         said = f"a sound has {bins} x {2 * frames} numbers (max_source_positions of the config)"
         return _Inputs({takes: sound}, {}, [said])
     instead = "give --sound-seconds, or " if _takes_samples(model) else ""
@@ -191,7 +191,7 @@ def _labels(model: Any, source: ConfigSource) -> dict[str, tuple[int, ...]]:
 
 
 def _set_what_labels_need(config: Any) -> list[str]:
-    """Set the ids that turn labels into the decoder's inputs, where a config has none; say so."""
+    """Set the token ids that shift labels into decoder inputs, if the config has none; say so."""
     missing = [
         name
         for name in ("decoder_start_token_id", "pad_token_id")
@@ -207,12 +207,12 @@ def _set_what_labels_need(config: Any) -> list[str]:
 
 
 def _check_positions(model: torch.nn.Module, length: int) -> None:
-    """Refuse rows that are longer than a table of learned positions, of what takes tokens."""
+    """Refuse rows longer than a table of learned positions for tokens."""
     tables = ("position_embeddings", "embed_positions", "wpe")
     others = tuple(
         f"{name}."
         for name, module in model.named_modules()
-        if getattr(module, "main_input_name", "input_ids") != "input_ids"  # of pictures, of sounds
+        if getattr(module, "main_input_name", "input_ids") != "input_ids"  # pictures, sounds
     )
     for name, module in model.named_modules():
         if not name.endswith(tables) or name.startswith(others):

@@ -1,4 +1,4 @@
-"""Make one of TRL's Trainers by its own constructor, from a config and rows of a given length."""
+"""Build a TRL Trainer with its own constructor, from a config and rows of a given length."""
 
 import sys
 from collections.abc import Callable
@@ -19,19 +19,19 @@ from trainer_plugins.planner.rehearse.refusals import GIVE_A_TRAINER, first_line
 from trainer_plugins.planner.rehearse.rehearsal import Build, Rehearsed, copy_batch
 from trainer_plugins.planner.request import ConfigSource
 
-# A mask tells texts of a row apart, and a kernel has a block for each; with one there is no mask.
+# A mask separates the texts of a row, and a kernel has a block for each; one text has no mask.
 TEXTS_OF_A_PACKED_ROW = 2
 
 
 def rehearse(source: ConfigSource, build: Build) -> Rehearsed:
-    """Make a Trainer of TRL's from a config. It trains, evaluates and saves."""
+    """Build a TRL Trainer from a config. It trains, evaluates and saves."""
     check_rows(build.args)
     loop, own_args = loop_of(source), copy_arguments(build.args, build.folder)
     if build.args.do_eval and rollout.generates(loop.trainer):
         raise NotPredicted(f"an evaluation with --trainer {source.trainer}: {GIVE_A_TRAINER}")
     is_streamed = build.streaming is not None
     model, assumptions = load_model(source, is_streamed=is_streamed)
-    models = iter([model])  # the one that is trained is built once
+    models = iter([model])  # The trained model is built only once.
     trainer, said = _make(
         *(loop, source, own_args),
         lambda: next(models, None) or load_model(source, is_streamed=is_streamed)[0],
@@ -58,7 +58,7 @@ def _make(
     args: Any,
     model_of: Callable[[], torch.nn.Module],
 ) -> tuple[Any, list[str]]:
-    """Make the Trainer of a loop, and say what was assumed; `model_of` also builds a reference."""
+    """Build the Trainer of a loop and list assumptions; `model_of` also builds a reference."""
     from datasets import Dataset
 
     if loop.name == "SFT" and getattr(args, "padding_free", False):
@@ -103,7 +103,7 @@ def _make(
 
 
 def _length(loop: Loop, source: ConfigSource, args: Any) -> tuple[int, list[str]]:
-    """Return the tokens of a row: what the run cuts longer ones at, if that is less."""
+    """Return the tokens of a row, after the run's own cut if that is shorter."""
     most = getattr(args, "max_length", None) or loop.longest
     if most is None or most >= source.sequence_length:
         return source.sequence_length, []
@@ -111,7 +111,7 @@ def _length(loop: Loop, source: ConfigSource, args: Any) -> tuple[int, list[str]
 
 
 def _replace_files(patches: Patches, loop: Loop, model_of: Callable[[], torch.nn.Module]) -> None:
-    """Build a reference from the config too, and no vLLM."""
+    """Build a reference model from the config too, and no vLLM."""
     answers: dict[str, Callable[..., object]] = {
         "create_model_from_path": lambda *_, **__: model_of(),
         "VLLMGeneration": lambda **_: None,

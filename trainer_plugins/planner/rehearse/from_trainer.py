@@ -35,7 +35,7 @@ def rehearse(source: TrainerSource, build: Build) -> Rehearsed:
 
 
 def _revive(sent: dict[str, Any], device_map: Mapping[str, int], build: Build) -> Any:
-    """Restore the user's Trainer; make again what belongs to a process or a device."""
+    """Restore the user's Trainer, and rebuild everything tied to a process or a device."""
     import transformers
     from transformers.trainer_callback import (
         CallbackHandler,
@@ -66,14 +66,14 @@ def _revive(sent: dict[str, Any], device_map: Mapping[str, int], build: Build) -
         build.streaming.begin(trainer)
     if device_map:
         spread(trainer.model, device_map, args.device.type)
-        args._n_gpu = 1  # as the Trainer's constructor says
+        args._n_gpu = 1  # as in the Trainer's constructor
     elif getattr(trainer.model, "is_quantized", False):  # transformers refuses to move it
         torch.nn.Module.to(trainer.model, args.device)
         base_model(trainer.model).hf_device_map = {"": args.device}
     elif trainer.place_model_on_device:
         trainer._move_model_to_device(trainer.model, args.device)
     for module in other_models(trainer):
-        if vars(module).pop("_is_accelerate_prepared", False):  # it was, in the user's process
+        if vars(module).pop("_is_accelerate_prepared", False):  # set in the user's process
             trainer.accelerator.prepare_model(module, evaluation_mode=True)
         module.to(args.device)
     trainer.model_wrapped = trainer.model
@@ -86,7 +86,7 @@ def _revive(sent: dict[str, Any], device_map: Mapping[str, int], build: Build) -
 
 
 def _register_recorded_outputs(model: object) -> None:
-    """Register the outputs of a model that can be recorded, as its constructor would."""
+    """Register a model's recordable outputs, as its constructor would."""
     from transformers import modeling_utils
 
     recorded = getattr(modeling_utils, "_CAN_RECORD_REGISTRY", {})
@@ -96,7 +96,7 @@ def _register_recorded_outputs(model: object) -> None:
 
 
 def _give_its_own_weight(part: torch.nn.Module) -> None:
-    """Give a layer of bitsandbytes the weight of its own class, which was sent as a tensor."""
+    """Restore the weight class of a bitsandbytes layer, whose weight was sent as a plain tensor."""
     bnb: Any = sys.modules["bitsandbytes"]
     if isinstance(part, bnb.nn.Linear4bit):
         known: Mapping[str, Any] = vars(part.weight)

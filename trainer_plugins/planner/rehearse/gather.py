@@ -1,4 +1,4 @@
-"""Read a request from the user's Trainer, which stays as it was: batch, arguments, model."""
+"""Build a request from the user's Trainer, which stays unchanged: batch, arguments, model."""
 
 import contextlib
 import itertools
@@ -23,20 +23,20 @@ from trainer_plugins.planner.rehearse.spread import device_map_of
 from trainer_plugins.planner.request import PlanRequest, TrainerSource
 from trainer_plugins.streaming.stream import stream_of
 
-_MOST_STREAMED = 20_000  # rows that are read of a data set that has no length
+_MOST_STREAMED = 20_000  # rows read from a data set without a length
 _SIMGPU = "simgpu"
 _EXPORTED = (
     "FSDP_",
     "ACCELERATE_USE_FSDP",
     "PARALLELISM_CONFIG_",
     "ACCELERATE_USE_PARALLELISM_CONFIG",
-)  # how variables begin that a launcher exports and the rehearsal needs
+)  # prefixes of a launcher's exports that the rehearsal needs
 
 
 def request_of(
     trainer: Any, card: Card | None, allocator: str, num_gpus: int | None
 ) -> PlanRequest:
-    """Make the request for the run of a Trainer; None asks the Trainer or its ranks."""
+    """Build the request of a Trainer's run; `num_gpus` and `card` default to the Trainer's own."""
     if trainer.model is None:
         raise PlanError("the Trainer has no model yet: give it one instead of model_init")
     args, device_map = trainer.args, device_map_of(trainer, num_gpus)
@@ -81,9 +81,9 @@ def request_of(
 
 
 def _read_stream(trainer: Any) -> tuple[int | None, bool]:
-    """Return how many layers of a streamed base are on the card, and if embeddings are streamed.
+    """Return how many layers of a streamed base stay on the card, and whether embeddings stream.
 
-    On a CPU, where a plan for a card is made, `StreamBase` has not begun.
+    On a CPU, where you plan for a card, `StreamBase` has not started yet.
     """
     stream = stream_of(trainer.model)
     if stream is not None:
@@ -96,7 +96,7 @@ def _read_stream(trainer: Any) -> tuple[int | None, bool]:
 
 
 def _evaluation_of(trainer: Any) -> tuple[object, int, str]:
-    """Return an evaluation's longest batch, how many it has, and what is unread; None without."""
+    """Return an evaluation's longest batch, its number of batches, and a note on unread rows."""
     args, dataset = trainer.args, trainer.eval_dataset
     if not args.do_eval or dataset is None:
         return None, 0, ""
@@ -118,7 +118,7 @@ def _num_nodes(num_gpus: int) -> int:
 
 
 def _read_exports() -> dict[str, str]:
-    """Return what the launcher of this process exported for accelerate."""
+    """Return the variables that this process's launcher exported for accelerate."""
     if "WORLD_SIZE" not in os.environ:
         return {}
     return {name: value for name, value in os.environ.items() if name.startswith(_EXPORTED)}
@@ -143,7 +143,7 @@ def _card_here(device: torch.device) -> Card | None:
 
 @contextlib.contextmanager
 def keep_undisturbed(trainer: Any) -> Iterator[None]:
-    """Restore the random states and the Trainer's columns, for the run itself."""
+    """Restore the random states and the Trainer's columns afterwards."""
     columns = trainer._signature_columns
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()
     try:
@@ -156,12 +156,12 @@ def keep_undisturbed(trainer: Any) -> Iterator[None]:
 
 
 def longest_batch(trainer: Any, num_rows: int | None = None) -> tuple[object, str]:
-    """Return the worst batch of a training that a sampler can draw, or one of `num_rows`.
+    """Return the worst training batch that a sampler can draw, or one of `num_rows` rows.
 
-    The text says what is not known because not all rows were read; it is empty if they were.
+    The text is a note on unread rows; it is empty if all were read.
     """
     dataset, args = trainer.train_dataset, trainer.args
-    if rollout.generates(trainer):  # completions end where they end
+    if rollout.generates(trainer):  # nothing fixes the length of completions
         rows = rollout.rows_of_a_batch(args)
         return _longest_prompts(dataset, rows, trainer.num_generations, "train_dataset")
     num_rows = num_rows or args.per_device_train_batch_size
@@ -169,22 +169,21 @@ def longest_batch(trainer: Any, num_rows: int | None = None) -> tuple[object, st
 
 
 def _longest_batch(trainer: Any, dataset: Any, rows: int, name: str) -> tuple[object, str]:
-    """Collate the longest rows of a dataset."""
     if dataset is None:
         raise PlanError(f"the Trainer has no {name}: a plan needs one, to find its longest batch")
     collator = trainer.data_collator
     if type(dataset).__module__.startswith("datasets.") and has_rows(dataset):
-        # where no column is an input of the model, a loader of the Trainer's own reads them
+        # If no column is a model input, the Trainer's own loader reads them.
         with contextlib.suppress(ValueError):
             dataset = trainer._remove_unused_columns(dataset, description="planning")
-    else:  # as the Trainer does; a stream may not know its columns
+    else:  # As the Trainer does; a stream may not know its columns.
         collator = trainer._get_collator_with_removed_columns(collator, description="planning")
     chosen, unread = _longest_of(dataset, rows, name, 50 * rows)
     return collator(chosen), unread
 
 
 def _longest_of(dataset: Any, num: int, name: str, num_streamed: int) -> tuple[list[Any], str]:
-    """Return the `num` longest rows of a dataset (they may repeat), and what was not read."""
+    """Return the `num` longest rows of a dataset (they may repeat), and a note on unread rows."""
     unread = ""
     if not has_rows(dataset):
         kind, stream = type(dataset).__name__, iter(dataset)
@@ -206,7 +205,7 @@ def _longest_of(dataset: Any, num: int, name: str, num_streamed: int) -> tuple[l
 
 
 def _longest_prompts(dataset: Any, rows: int, num_answers: int, name: str) -> tuple[object, str]:
-    """Return the longest prompts, each repeated for its answers: what is generated at once."""
+    """Return the prompts generated at once: the longest, each repeated for its answers."""
     if isinstance(getattr(dataset, "column_names", None), list):
         known = [column for column in rollout.COLUMNS if column in dataset.column_names]
         dataset = dataset.select_columns(known)

@@ -1,4 +1,4 @@
-"""Know what Liger replaced before a Trainer was made, and replace it in the plan's process too."""
+"""Find Liger's patches in the user's process, and apply them in the plan's process."""
 
 import functools
 import importlib
@@ -13,7 +13,7 @@ _PATCHED = ("transformers.", "torch.nn.functional")
 
 
 def find_replaced_by_liger() -> tuple[Replaced, ...]:
-    """Return what Liger has replaced in this process."""
+    """Return everything that Liger has patched in this process."""
     if "liger_kernel" not in sys.modules:
         return ()
     names = [name for name in sys.modules if name.startswith(_PATCHED)]
@@ -21,7 +21,7 @@ def find_replaced_by_liger() -> tuple[Replaced, ...]:
 
 
 def replace_again(replaced: tuple[Replaced, ...]) -> None:
-    """Replace the same in this process, permanently."""
+    """Apply the same patches in this process, permanently."""
     for module, path, (home, qualified) in replaced:
         *owners, name = path.split(".")
         owner = functools.reduce(getattr, owners, importlib.import_module(module))

@@ -1,4 +1,4 @@
-"""Know TRL's Trainers that are planned from a config, and the rows that each takes."""
+"""List the TRL Trainers that we plan from a config, and the rows that each takes."""
 
 import importlib
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def _prompt(length: int, _: int) -> Row:
 
 def _pair(length: int, _: int) -> Row:
     prompt = length // 2
-    answer = _text(length - prompt - 1)  # and the end
+    answer = _text(length - prompt - 1)  # minus the end token
     return {"prompt": _text(prompt), "chosen": answer, "rejected": answer}
 
 
@@ -50,19 +50,19 @@ def _triple(length: int, index: int) -> Row:
 class Loop:
     """Describes one of TRL's Trainers."""
 
-    name: str  # what the names of the Trainer and of its config begin with
-    row: Callable[[int, int], Row]  # makes a row from its length in tokens and its index
-    home: str = "trl"  # the module that has them
-    longest: int | None = None  # where it cuts rows if its `max_length` is None; None: nowhere
+    name: str  # prefix of the Trainer's and the config's name
+    row: Callable[[int, int], Row]  # builds a row from its length in tokens and its index
+    home: str = "trl"  # the module that defines them
+    longest: int | None = None  # where it cuts rows if `max_length` is None; None: nowhere
 
     @property
     def trainer(self) -> Any:
-        """Return the class of the Trainer."""
+        """Return the Trainer class."""
         return getattr(importlib.import_module(self.home), f"{self.name}Trainer")
 
     @property
     def config(self) -> Any:
-        """Return the class of its arguments."""
+        """Return the config class."""
         return getattr(importlib.import_module(self.home), f"{self.name}Config")
 
     @property
@@ -86,7 +86,7 @@ LOOPS = {
 
 
 def loop_of(source: ConfigSource) -> Loop:
-    """Return the loop that a run names by `--trainer`."""
+    """Return the loop of the run's `--trainer`."""
     loop = LOOPS[source.trainer or ""]
     if why := too_old("trl"):
         raise PlanError(why)

@@ -1,4 +1,4 @@
-"""Read the config of a model as transformers does, and build the model. Imports torch."""
+"""Read a model's config as transformers does, and build the model. Imports torch."""
 
 import json
 import os
@@ -14,10 +14,10 @@ from trainer_plugins.planner.rehearse.refusals import first_line
 from trainer_plugins.planner.request import ConfigSource
 from trainer_plugins.planner.tried import is_transformers_4
 
-# it comes after the model is built; no other files
+# quantisation follows once the model is built; no other files
 _LEFT_OUT = ("quantization_config", "configuration_files")
 
-# what an adapter_config.json has beside what is trained
+# keys of an adapter_config.json that do not concern training
 _OF_AN_ADAPTERS_FILE = ("peft_version", "auto_mapping", "inference_mode")
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "half": "float16"}
@@ -26,10 +26,10 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "half": "fl
 def load_model(
     source: ConfigSource, num_parts: int = 1, *, is_streamed: bool = False
 ) -> tuple[Any, list[str]]:
-    """Load the model of a config by `from_pretrained`, from weights that are not there.
+    """Load the model of a config by `from_pretrained`, from weights without bytes.
 
     Tensor parallelism divides it among `num_parts` cards; a streamed base stays in main memory.
-    Also returns what was assumed.
+    Also returns the assumptions made.
     """
     assumptions: list[str] = []
     try:
@@ -38,7 +38,7 @@ def load_model(
         model = _load(source, config, dtype, num_parts, is_streamed)
     except (PlanError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # a config may be wrong in any way, and raise anything
+    except Exception as error:  # a config can be wrong in any way, and raise anything
         why = f"{type(error).__name__}: {first_line(error)}"
         raise PlanError(f"no model can be built from the config: {why}") from error
     model.config.name_or_path = source.config.get("_name_or_path", "")
@@ -86,9 +86,10 @@ def _load(
 
 
 def _read_quantisation(given: Any) -> Any:
-    """Return how weights are quantised that the config says are quantised already.
+    """Return the quantisation of a base whose config says that it is quantised already.
 
-    bitsandbytes' checkpoints are as large as what it makes; gpt-oss decodes mxfp4, to train.
+    A bitsandbytes checkpoint is as large as the weights it quantises; gpt-oss decodes mxfp4 to
+    train.
     """
     import transformers
 
@@ -112,7 +113,7 @@ def config_of(given: Mapping[str, object]) -> Any:
         raise PlanError(f"transformers {transformers.__version__} has no model_type {kind!r}")
     kept = {name: value for name, value in given.items() if name not in _LEFT_OUT}
     with tempfile.TemporaryDirectory() as folder:
-        # a dtype of torch is written as a config.json has it
+        # write a torch dtype as in a config.json
         text = json.dumps(kept, default=lambda value: str(value).removeprefix("torch."))
         Path(folder, "config.json").write_text(text)
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -121,7 +122,7 @@ def config_of(given: Mapping[str, object]) -> Any:
 
 
 def _class_of(config: Any, kind: object, num_labels: int | None) -> Any:
-    """Return the class that `architectures` names if it can be trained, else the usual one."""
+    """Return the class in `architectures` if it can be trained, else the usual one."""
     import transformers
     from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
@@ -135,7 +136,7 @@ def _class_of(config: Any, kind: object, num_labels: int | None) -> Any:
     autos: tuple[Any, ...] = (AutoModelForCausalLM, AutoModelForMaskedLM)
     if config.is_encoder_decoder:
         autos = (AutoModelForSeq2SeqLM, transformers.AutoModelForSpeechSeq2Seq)
-    elif not getattr(config, "is_decoder", False):  # BERT has a class of each kind
+    elif not getattr(config, "is_decoder", False):  # BERT has one class of each kind
         autos = (AutoModelForMaskedLM, AutoModelForCausalLM)
     for auto in (*autos, transformers.AutoModelForImageTextToText):
         if type(config) in auto._model_mapping:
@@ -144,7 +145,7 @@ def _class_of(config: Any, kind: object, num_labels: int | None) -> Any:
 
 
 def _find_class(config: Any, kind: object) -> Any:
-    """Return the class that `architectures` names; None to take the usual one."""
+    """Return the class in `architectures`; None for the usual one."""
     import transformers
 
     names = getattr(config, "architectures", None) or []
@@ -160,7 +161,7 @@ def _find_class(config: Any, kind: object) -> Any:
         )
     if found.config_class is None or isinstance(_part_of(config, found), found.config_class):
         return found
-    if found.config_class.model_type == kind:  # read as another: the class named is not the run's
+    if found.config_class.model_type == kind:  # read as another type: not the run's class
         return None
     raise PlanError(
         f"{spelt}, a class of the model_type {found.config_class.model_type!r}, and its model_type "
@@ -169,7 +170,7 @@ def _find_class(config: Any, kind: object) -> Any:
 
 
 def _part_of(config: Any, model: Any) -> Any:
-    """Return the part of a config that a class of models is made of, as the text's; or all."""
+    """Return the part of a config that a model class takes, such as the text's; else all of it."""
     from transformers import PretrainedConfig
 
     parts = (each for each in vars(config).values() if isinstance(each, PretrainedConfig))
@@ -178,16 +179,16 @@ def _part_of(config: Any, model: Any) -> Any:
 
 
 def loads_onto_the_card(source: ConfigSource) -> bool:
-    """Return whether one of TRL's Trainers loads by device_map="auto", as it does in one process.
+    """Return whether TRL loads the model with device_map="auto", as it does in a single process.
 
-    trl/trainer/utils.py, create_model_from_path; ORPO and CPO have no call of it.
+    See trl/trainer/utils.py, create_model_from_path; ORPO and CPO do not call it.
     """
     of_trl = source.trainer is not None and source.trainer not in ("orpo", "cpo")
     return of_trl and int(os.environ.get("WORLD_SIZE", "1")) == 1
 
 
 def class_and_config(source: ConfigSource, config: Any) -> tuple[Any, Any]:
-    """Return the class of the run's model, and the part of the config that it is made of."""
+    """Return the class of the run's model, and the part of the config that it takes."""
     from transformers import AutoModelForSequenceClassification
 
     if source.trainer == "reward":
@@ -199,13 +200,13 @@ def class_and_config(source: ConfigSource, config: Any) -> tuple[Any, Any]:
     if source.num_labels is not None:
         config.num_labels = source.num_labels
         if getattr(config, "pad_token_id", None) is None:
-            config.pad_token_id = 0  # a classifier of several rows asks for one
+            config.pad_token_id = 0  # a classifier needs one for several rows
     kind = _class_of(config, source.config["model_type"], source.num_labels)
     return kind, _part_of(config, kind)
 
 
 def untie(model: Any) -> None:
-    """Give the head its own weights if the class has overruled the config, as T5's does."""
+    """Give the head its own weights if the class overrides the config, as T5's does."""
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None or embeddings is None or head.weight is not embeddings.weight:
         return
@@ -216,7 +217,7 @@ def untie(model: Any) -> None:
 
 
 def dtype_of(source: ConfigSource, config: object, assumptions: list[str]) -> torch.dtype:
-    """Return the dtype that weights are loaded in, and say where it is not the user's choice."""
+    """Return the dtype of the loaded weights, and note it if the user did not choose it."""
     given = source.dtype
     if given is None and source.trainer is not None:  # trl/trainer/utils.py, create_model_from_path
         given = "float32"
@@ -224,8 +225,8 @@ def dtype_of(source: ConfigSource, config: object, assumptions: list[str]) -> to
     if given == "auto":
         given = str(getattr(config, "dtype", None) or "float32")
     if given is None:
-        # transformers 4 loads in float32 unless a dtype is given, and in float16 what bitsandbytes
-        # quantises (quantizers/quantizer_bnb_4bit.py, update_dtype)
+        # transformers 4 loads in float32 unless a dtype is given, and in float16 for bitsandbytes
+        # (quantizers/quantizer_bnb_4bit.py, update_dtype)
         if is_transformers_4():
             is_quantised = source.quantisation or source.config.get("quantization_config")
             given = "float16" if is_quantised else "float32"
@@ -244,7 +245,7 @@ def dtype_of(source: ConfigSource, config: object, assumptions: list[str]) -> to
 
 
 def add_adapter(model: torch.nn.Module, given: Mapping[str, object]) -> torch.nn.Module:
-    """Add an adapter of PEFT; `given` is the content of its config."""
+    """Add a PEFT adapter; `given` is the content of its config."""
     config = adapter_of(given)
     import peft
 

@@ -1,4 +1,4 @@
-"""Make the pictures of a vision-language model of a config, in the sizes of its processor."""
+"""Build the images of a vision-language model from its config, in its processor's sizes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,20 +10,20 @@ from trainer_plugins.planner.plan import PlanError
 from trainer_plugins.planner.rehearse.rehearsal import Batch
 from trainer_plugins.planner.request import ConfigSource
 
-_USUAL_SIDE = 448  # pixels, where neither the config nor the user says them
+_USUAL_SIDE = 448  # pixels, if neither the config nor the user says
 
 
 @dataclass(frozen=True, slots=True)
 class Pictures:
-    """Describes the pictures of a row, and what a model gets with them."""
+    """Describes the images of a row, and the inputs they add."""
 
-    num_tokens: int  # tokens of a row that stand for pictures
-    add_to: Callable[[Batch, int], None]  # adds to a batch of this many rows what a processor adds
+    num_tokens: int  # of a row, that stand for images
+    add_to: Callable[[Batch, int], None]  # adds a processor's inputs to a batch of this many rows
     said: str
 
 
 def pictures_of(model: Any, source: ConfigSource) -> Pictures:
-    """Return the pictures of a run."""
+    """Return the images of a run."""
     kind = model.config.model_type
     if kind not in KINDS:
         raise PlanError(
@@ -52,7 +52,7 @@ def _describe(number: int, picture: tuple[int, int], num_tokens: int, why: str) 
 
 
 def _measure_tower(config: Any, source: ConfigSource) -> tuple[int, int]:
-    """Return the side of a picture that the vision tower takes, and the patches along it."""
+    """Return the side of an image for the vision tower, and the number of patches along it."""
     side = config.vision_config.image_size
     if source.image_size not in (None, (side, side)):
         raise PlanError(
@@ -63,7 +63,7 @@ def _measure_tower(config: Any, source: ConfigSource) -> tuple[int, int]:
 
 
 def _one_by_one(num_tokens: Callable[[Any, int], int], *, has_types: bool) -> Any:
-    """Describe models that get all pictures in one list, and perhaps marks of their tokens."""
+    """Describe models that take all images in one list, and perhaps token types."""
 
     def pictures(config: Any, source: ConfigSource, number: int) -> Pictures:
         side, patches = _measure_tower(config, source)
@@ -84,7 +84,7 @@ def _one_by_one(num_tokens: Callable[[Any, int], int], *, has_types: bool) -> An
 
 
 def _row_by_row(config: Any, source: ConfigSource, number: int) -> Pictures:
-    """Describe models that get the pictures of each row with a mask of their pixels."""
+    """Describe models that take the images of each row with a pixel mask."""
     side, patches = _measure_tower(config, source)
     each = patches**2 // config.scale_factor**2
 
@@ -102,7 +102,7 @@ def _row_by_row(config: Any, source: ConfigSource, number: int) -> Pictures:
 
 
 def _describe_any_size(config: Any, source: ConfigSource, number: int) -> Pictures:
-    """Describe models that get patches in one list, and the height and width of each picture."""
+    """Describe models that take patches in one list, with the height and width of each image."""
     vision = config.vision_config
     unit = vision.patch_size * vision.spatial_merge_size
     asked = source.image_size or (_USUAL_SIDE, _USUAL_SIDE)
@@ -117,9 +117,9 @@ def _describe_any_size(config: Any, source: ConfigSource, number: int) -> Pictur
             return
         numbers = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
         batch["pixel_values"] = torch.zeros(rows * number * patches, numbers)
-        # the model cuts by these, so their values are kept, and not only their sizes
+        # The model slices by these, so it needs their values, not only their shapes.
         batch["image_grid_thw"] = torch.tensor([grid] * (rows * number))
-        between = (length - number * each) // (number + 1)  # a picture begins after a text
+        between = (length - number * each) // (number + 1)  # text precedes each image
         row = ([0] * between + [1] * each) * number
         types = torch.tensor([row + [0] * (length - len(row))] * rows)
         batch["mm_token_type_ids"] = types

@@ -1,4 +1,4 @@
-"""Says in words what is planned: the model, the batch, the optimizer, the launch."""
+"""Describe the planned run in words: the model, the batch, the optimizer, the launch."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from trainer_plugins.planner.request import ConfigSource, PlanRequest, TrainerSo
 from trainer_plugins.wrapped import base_model
 
 _NO_CARD = "none is named: kernels of an H100 (sm_90)"
-_BITS = {"Linear4bit": 4, "Linear8bitLt": 8}  # of a weight, by bitsandbytes' names of its layers
+_BITS = {"Linear4bit": 4, "Linear8bitLt": 8}  # bits of a weight, by class of a bitsandbytes layer
 
 
 def describe_run(request: PlanRequest, trainer: Any, args: HfArguments) -> dict[str, str]:
@@ -36,7 +36,7 @@ def describe_run(request: PlanRequest, trainer: Any, args: HfArguments) -> dict[
     kinds = {type(part).__name__ for part in base.modules()}
     if bits := next((_BITS[name] for name in _BITS if name in kinds), 0):
         planned["quantised"] = f"{bits} bits, by bitsandbytes"
-    # PEFT switches checkpointing on too, for a quantised base (`prepare_model_for_kbit_training`)
+    # PEFT also switches checkpointing on for a quantised base (`prepare_model_for_kbit_training`).
     is_on = "on" if is_asked(args) else "on, by prepare_model_for_kbit_training"
     checkpoints = is_asked(args) or is_checkpointing(base)
     planned |= {
@@ -56,7 +56,7 @@ def describe_run(request: PlanRequest, trainer: Any, args: HfArguments) -> dict[
 
 
 def _cards_of_a_row(trainer: Any) -> int:
-    """Return how many cards work on the same rows."""
+    """Return how many cards share the same rows."""
     shared = getattr(trainer.accelerator, "parallelism_config", None)
     if shared is None:
         return 1
@@ -64,7 +64,7 @@ def _cards_of_a_row(trainer: Any) -> int:
 
 
 def _length(source: ConfigSource, args: Any) -> dict[str, str]:
-    """Say how long rows are: TRL cuts them, and fills those that it packs."""
+    """Describe the length of rows: TRL cuts them, and fills packed ones."""
     length, most = source.sequence_length, getattr(args, "max_length", None)
     if (
         source.trainer is None
@@ -97,7 +97,6 @@ def _adapter(model: object) -> str:
 
 
 def _strategy(request: PlanRequest, trainer: Any) -> str:
-    """Say what divides the work among cards."""
     accelerator = trainer.accelerator
     if trainer.is_deepspeed_enabled:
         plugin = accelerator.state.deepspeed_plugin

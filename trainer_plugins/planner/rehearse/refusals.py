@@ -1,4 +1,4 @@
-"""Refuses by name what has no dry run, and turns errors into one line. Imports torch."""
+"""Refuse runs that have no dry run, and turn errors into one line. Imports torch."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -41,11 +41,11 @@ _WHY = {
         "with --fp16 gradients are scaled, which CUDA does not do for those of bfloat16 weights "
         "(not implemented for 'BFloat16'): pass --bf16 instead, or load the weights as float32"
     ),
-}  # words in the errors of runs that fail on a card too, and what to pass
+}  # parts of errors that also fail on a card, each with the fix
 
 
 def make_plan_error(error: Exception) -> PlanError:
-    """Return what a run has raised, which is the user's own code too, as a PlanError."""
+    """Turn an error of the dry run, perhaps from the user's own code, into a PlanError."""
     if isinstance(error, PlanError):
         return error
     why = next((why for words, why in _WHY.items() if words in str(error)), None)
@@ -63,7 +63,7 @@ def first_line(error: BaseException) -> str:
 
 
 def _name_place(error: BaseException) -> str:
-    """Name the innermost line that is neither torch's nor ours."""
+    """Name the innermost line outside torch and this package."""
     trace, place = error.__traceback__, ""
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
@@ -74,11 +74,11 @@ def _name_place(error: BaseException) -> str:
 
 
 def refuse_trainer(trainer: HfTrainer) -> None:
-    """Refuse Trainers of TRL that cannot be made again in another process."""
+    """Refuse TRL Trainers that cannot be rebuilt in another process."""
     of_trl = [each.__name__ for each in type(trainer).__mro__ if each.__module__.startswith("trl.")]
     if of_trl and (why := too_old("trl")):
         raise PlanError(why)
-    # most others generate in ways of their own
+    # Most others generate in their own way.
     if of_trl and of_trl[0] not in {f"{loop.name}Trainer" for loop in LOOPS.values()}:
         raise NotPredicted(f"TRL's {of_trl[0]} as an object: {_RUN_IT}")
     if rollout.generates(trainer):
@@ -86,7 +86,7 @@ def refuse_trainer(trainer: HfTrainer) -> None:
 
 
 def refuse_divided(model: torch.nn.Module) -> None:
-    """Refuse a Trainer's model whose tensors are divided: only one built from its config can be."""
+    """Refuse a Trainer's model with sharded tensors: only a config can be planned that way."""
     if (num_cards := getattr(model, "_tp_size", None)) not in (None, 1):
         raise NotPredicted(
             f"tensor parallelism (tp_size {num_cards} in the model of a Trainer): plan its "
@@ -95,7 +95,7 @@ def refuse_divided(model: torch.nn.Module) -> None:
 
 
 def refuse_deepspeed(config: Mapping[str, Any]) -> None:
-    """Check a DeepSpeed config as the user wrote it, before DeepSpeed says less clearly why."""
+    """Check the user's DeepSpeed config before DeepSpeed gives a less clear reason."""
     zero = config.get("zero_optimization")
     for name in ("offload_optimizer", "offload_param"):
         if isinstance(zero, dict) and part(zero, f"{name}.device") == "nvme":

@@ -1,4 +1,4 @@
-"""What a Trainer is built with in the process of a plan, and what it trains on there."""
+"""Define the settings from which a plan's process builds a Trainer, and the Trainer it builds."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ Batch = dict[str, object]
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """Holds what a Trainer is built with, besides its source."""
+    """Holds the settings for building a Trainer, besides its source."""
 
     args: HfArguments  # the user's
-    has_padding: bool | None  # whether batches have padding; None: as the source says
+    has_padding: bool | None  # whether batches have padding; None: the source decides
     folder: str  # its output_dir
     streaming: Streaming | None
 
@@ -30,12 +30,12 @@ class Rehearsed:
     trainer: HfTrainer
     make_batch: Callable[[], Batch]
     make_evaluation_batch: Callable[[], Batch] | None  # None if the run does not evaluate
-    has_padding: bool  # whether batches get some; those of a user's Trainer are as they are
+    has_padding: bool  # whether to pad batches; a user's own batches stay as they are
     assumptions: list[str]
 
 
 def other_models(trainer: HfTrainer) -> list[torch.nn.Module]:
-    """Return the models of a Trainer that it does not train: a reference, a teacher, a reward."""
+    """Return the models that a Trainer holds but does not train: reference, teacher, reward."""
     trained = {id(trainer.model), id(getattr(trainer, "model_wrapped", None))}
     held = (*vars(trainer).values(), *getattr(trainer, "reward_funcs", ()))
     others = {id(value): value for value in held if isinstance(value, torch.nn.Module)}
@@ -43,7 +43,7 @@ def other_models(trainer: HfTrainer) -> list[torch.nn.Module]:
 
 
 def loader(trainer: HfTrainer, make: Callable[[], Batch], num_batches: int) -> object:
-    """Return what gives each rank this number of batches."""
+    """Return a loader with this many batches for each rank."""
     loader: object = torch.utils.data.DataLoader(
         range(num_batches * _num_readers(trainer)),  # type: ignore[arg-type]
         batch_size=1,
@@ -53,10 +53,10 @@ def loader(trainer: HfTrainer, make: Callable[[], Batch], num_batches: int) -> o
 
 
 def _num_readers(trainer: HfTrainer) -> int:
-    """Return how many cards read batches of their own.
+    """Return how many cards read their own batches.
 
-    Cards of one row get the same batch (accelerate/data_loader.py, prepare_data_loader), except
-    under DeepSpeed, which gathers the batches of such cards.
+    Cards that share a row get the same batch (accelerate/data_loader.py, prepare_data_loader),
+    except under DeepSpeed, which gathers the batches of such cards.
     """
     shared = getattr(trainer.accelerator, "parallelism_config", None)
     num_cards = trainer.accelerator.num_processes
@@ -64,5 +64,5 @@ def _num_readers(trainer: HfTrainer) -> int:
 
 
 def copy_batch(batch: Any) -> Any:
-    """Copy a batch, as a collator makes a new one each time."""
+    """Copy a batch: a collator returns a new one each time."""
     return tree_map_only(torch.Tensor, torch.clone, batch)

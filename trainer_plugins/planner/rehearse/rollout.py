@@ -1,4 +1,4 @@
-"""Rehearse a Trainer that generates what it trains on: TRL's GRPO and RLOO, by its own code."""
+"""Rehearse a Trainer that generates its own training data: TRL's GRPO and RLOO."""
 
 import sys
 from collections.abc import Sequence
@@ -9,21 +9,21 @@ import torch
 from trainer_plugins.planner.cards import Card
 from trainer_plugins.planner.plan import NotPredicted, PlanError
 
-COLUMNS = ("prompt", "image", "images")  # what such a Trainer reads of a row
+COLUMNS = ("prompt", "image", "images")  # columns of a row that it reads
 
 
 def generates(trainer: object) -> bool:
-    """Return whether a Trainer generates what it trains on, as TRL's GRPO and RLOO do."""
+    """Return whether a Trainer generates its own training data, as TRL's GRPO and RLOO do."""
     return hasattr(trainer, "_generate_and_score_completions")
 
 
 def rows_of_a_batch(args: Any) -> int:
-    """Return the rows that a card generates at once: those of several micro-steps."""
+    """Return how many rows a card generates at once: those of several micro-steps."""
     return int(args.per_device_train_batch_size * args.steps_per_generation)
 
 
 def refuse(trainer: Any) -> None:
-    """Refuse a Trainer that generates by code whose memory is not known here."""
+    """Refuse a Trainer that generates through code whose memory we do not know."""
     for name, what in (
         ("use_transformers_continuous_batching", "continuous batching of transformers"),
         ("rollout_func", "completions of a rollout_func"),
@@ -35,7 +35,7 @@ def refuse(trainer: Any) -> None:
 
 
 def revive(trainer: Any) -> None:
-    """Make again what belongs to such a Trainer's process."""
+    """Rebuild the parts of such a Trainer that belong to a process."""
     trainer.log_completions = False
     distributed: Any = sys.modules.get("trl.distributed")
     if distributed is not None:  # an older TRL is refused later
@@ -43,7 +43,7 @@ def revive(trainer: Any) -> None:
 
 
 def prepare(trainer: Any, card: Card | None) -> None:
-    """Give a Trainer made-up rewards, and completions of a vLLM that is not there.
+    """Give a Trainer placeholder rewards, and completions from a stand-in for vLLM.
 
     The user's functions do not run.
     """
@@ -59,7 +59,7 @@ def prepare(trainer: Any, card: Card | None) -> None:
 
 
 def _rewards(trainer: Any, prompts: Sequence[Any], completions: list[list[int]]) -> torch.Tensor:
-    """Return a reward of each function for each row; reward models read the policy's tokens."""
+    """Return one reward per function and row; reward models read the policy's tokens."""
     device, names = trainer.accelerator.device, trainer.reward_func_names
     rewards = torch.zeros(len(prompts), len(names), device=device)
     prompt_ids, _, _ = trainer._tokenize_prompts(prompts)
@@ -80,11 +80,11 @@ def models_of(trainer: object) -> list[torch.nn.Module]:
 
 
 class Vllm:
-    """Stands in for TRL's VLLMGeneration: takes the memory of vLLM, and returns completions.
+    """Stands in for TRL's VLLMGeneration: takes vLLM's memory, and returns completions.
 
-    vLLM takes `gpu_memory_utilization` of the card's whole memory (vllm 0.26.0, v1/worker/utils.py,
-    request_memory); on a server none. With its sleep mode TRL gives it that memory while it
-    generates, and empties torch's cache before (trl/generation/vllm_generation.py).
+    vLLM takes `gpu_memory_utilization` of the card's total memory (vllm 0.26.0, v1/worker/utils.py,
+    request_memory); in server mode it takes none. In sleep mode TRL gives it that memory only while
+    it generates, and empties torch's cache before (trl/generation/vllm_generation.py).
     """
 
     def __init__(self, trainer: Any, card_bytes: int) -> None:
@@ -99,7 +99,7 @@ class Vllm:
         return torch.empty(share, dtype=torch.uint8, device=self._args.device)
 
     def sync_weights(self) -> None:
-        """Copy the weights to vLLM, those of an adapter merged into its base."""
+        """Copy the weights to vLLM, with an adapter merged into its base."""
         model = self._trainer.model
         if self._sleeps:
             torch.cuda.empty_cache()
@@ -108,7 +108,7 @@ class Vllm:
             model.unmerge_adapter()
 
     def generate(self, prompts: list[list[int]], **_: object) -> tuple[Any, ...]:
-        """Return for each prompt a completion of the greatest length, and its log-probabilities."""
+        """Return a completion of maximum length for each prompt, and its log-probabilities."""
         if self._sleeps:
             self.held = self._share()
             self.held = None

@@ -39,15 +39,15 @@ _LEFT_HERE = frozenset(
         "get_train_dataloader",
         "get_eval_dataloader",
     }
-)  # Made again there, or never needed; a subclass finds all else that its constructor has set.
+)  # Rebuilt there, or never used; a subclass finds everything else that its constructor set.
 
-# what `forward` was, in a module that accelerate dispatches or prepares
+# the original `forward` of a module that accelerate dispatches or prepares
 _FORWARDS = frozenset({"_old_forward", "_original_forward"})
 
 # accelerate's hooks.py, big_modeling.py, accelerator.py
 _OF_ACCELERATE = _FORWARDS | {"_hf_hook", "to", "cuda"}
 
-# what a value raises that cannot be pickled
+# the errors of values that cannot be pickled
 _NOT_SENDABLE = (pickle.PicklingError, TypeError, AttributeError, ValueError, RuntimeError)
 
 _MARKS = {
@@ -58,7 +58,7 @@ _MARKS = {
 
 
 def dumps_trainer(trainer: Any) -> tuple[bytes, tuple[str, ...]]:
-    """Pickle what a rehearsal needs of a Trainer; name the attributes that cannot be pickled."""
+    """Pickle a Trainer for a rehearsal; name the attributes that cannot be pickled."""
     essential = {
         "class": type(trainer),
         "args": trainer.args,
@@ -80,10 +80,11 @@ def dumps_trainer(trainer: Any) -> tuple[bytes, tuple[str, ...]]:
 
 
 def dumps(value: object, stream: Stream | None = None) -> bytes:
-    """Pickle a value with shapes instead of tensors; `stream` has weights without bytes here.
+    """Pickle a value with shapes instead of tensors; weights in `stream` have no bytes here.
 
-    Classes and functions that another process cannot import go by their content, as cloudpickle
-    sends them. What they refer to and cannot be pickled, a lock or a file, is a hole there.
+    Classes and functions that another process cannot import are sent by content, as cloudpickle
+    does. If they refer to something that cannot be pickled, such as a lock or a file, a hole
+    replaces it.
     """
     file = io.BytesIO()
     try:
@@ -103,7 +104,7 @@ def _can_be_sent(value: object) -> bool:
 
 
 def loads(content: bytes) -> Any:
-    """Unpickle what `dumps` made; tensors are made in main memory, without values."""
+    """Unpickle the output of `dumps`; tensors are in main memory, without values."""
     _storages.clear()
     try:
         return pickle.loads(content)
@@ -112,7 +113,7 @@ def loads(content: bytes) -> Any:
 
 
 class _Hole:
-    """Stands for what cannot be pickled."""
+    """Stands for a value that cannot be pickled."""
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # it is not typed
@@ -128,7 +129,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # it is not typed
                 for name, each in vars(value).items()
                 if isinstance(each, (bool, int, float, str))
             }
-            # DeepSpeed keeps this rank's part elsewhere; the rehearsal divides the parameter again
+            # DeepSpeed keeps this rank's shard elsewhere; the rehearsal shards the parameter again.
             if hasattr(value, "ds_shape"):
                 whole = torch.empty(value.ds_shape, dtype=value.dtype, device="meta")
                 plain = {name: each for name, each in extra.items() if not name.startswith("ds_")}
@@ -147,7 +148,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # it is not typed
             return _new_module, (kind,), vars(value), None, None, _restore_parametrized
         if id(value) in _MARKS:
             return getattr, (dataclasses, _MARKS[id(value)])
-        if type(value) is functools.cached_property:  # before Python 3.12 it has a lock
+        if type(value) is functools.cached_property:  # before Python 3.12 it holds a lock
             return functools.cached_property, (value.func,), {"attrname": value.attrname}
         if isinstance(value, (type, FunctionType)):
             return super().reducer_override(value)
@@ -165,7 +166,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # it is not typed
             tensor = self._stream.get_copy(tensor)
         storage = tensor.untyped_storage()
         if storage.data_ptr() == 0:
-            self._without_bytes.append(tensor)  # kept, so that no other tensor gets its id
+            self._without_bytes.append(tensor)  # kept alive, so that no other tensor gets its id
         shared = (storage.data_ptr() or id(tensor), storage.nbytes())
         return (tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype, shared)
 
@@ -188,14 +189,14 @@ def _new_module(kind: type[torch.nn.Module]) -> torch.nn.Module:
 
 
 def _restore_parametrized(module: torch.nn.Module, state: dict[str, object]) -> None:
-    """Make the class that `register_parametrization` gave to a module again, for its properties."""
+    """Restore the class that `register_parametrization` gave a module, for its properties."""
     vars(module).update(state)
     parametrize._inject_new_class(module)
     for name in module.parametrizations:  # type: ignore[union-attr]
         parametrize._inject_property(module, name)
 
 
-# The storages of the current unpickling, which several tensors may share.
+# The storages of the current unpickling, which tensors may share.
 _storages: dict[tuple[int, int], torch.Tensor] = {}
 
 

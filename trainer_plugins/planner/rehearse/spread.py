@@ -1,6 +1,6 @@
-"""Spread a model over the cards of one process, as its `device_map` says.
+"""Spread a model over the cards of one process by its `device_map`.
 
-Each part computes on its own card, and accelerate's hooks move what passes between them.
+Each part computes on its own card, and accelerate's hooks move activations between them.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ _ELSEWHERE = ("cpu", "disk")
 
 
 def device_map_of(trainer: Any, num_gpus: int | None) -> dict[str, int]:
-    """Return the card of each part of a Trainer's model, by its name; empty if all are on one."""
+    """Return the card of each part of a Trainer's model, by name; empty if all are on one."""
     if not getattr(trainer, "is_model_parallel", False):
         return {}
     placed: Mapping[str, object] = trainer.model.hf_device_map
@@ -40,7 +40,7 @@ def device_map_of(trainer: Any, num_gpus: int | None) -> dict[str, int]:
 
 
 def spread(model: Any, device_map: Mapping[str, int], kind: str) -> None:
-    """Move each part of a model's base to its card, and let accelerate attach its hooks."""
+    """Move each part of a model's base to its card, and attach accelerate's hooks."""
     from accelerate import dispatch_model
 
     base = base_model(model)
@@ -49,14 +49,14 @@ def spread(model: Any, device_map: Mapping[str, int], kind: str) -> None:
     for name, device in sorted(placed.items(), key=lambda each: len(each[0])):
         _move(base, name, device)
     for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.device.type == "cpu":  # of adapters, outside the base
+        if tensor.device.type == "cpu":  # adapters, outside the base
             tensor.data = tensor.data.to(first)
     skipped = getattr(base, "_skip_keys_device_placement", None)
     dispatch_model(base, placed, main_device=first, skip_keys=skipped)
 
 
 def _move(base: torch.nn.Module, name: str, device: torch.device) -> None:
-    """Move a part of a model, which may be a single tensor. Its parameters stay the same ones."""
+    """Move a part of a model, or a single tensor, without replacing its parameters."""
     if name in dict(base.named_parameters()):
         parameter = base.get_parameter(name)
         parameter.data = parameter.data.to(device)

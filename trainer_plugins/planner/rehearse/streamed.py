@@ -1,4 +1,4 @@
-"""Stream the frozen base of the model that is rehearsed, as `StreamBase` does in the run."""
+"""Stream the frozen base of the rehearsed model, as `StreamBase` does in the run."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ from trainer_plugins.streaming.stream import Stream, stream_of
 
 
 class Streaming:
-    """Streams the base of the Trainer of a request, and counts its copies."""
+    """Streams the base of a request's Trainer, and counts its copies."""
 
     def __init__(self, request: PlanRequest) -> None:
         self._resident_layers = request.resident_layers or RESIDENT_LAYERS
@@ -27,7 +27,7 @@ class Streaming:
 
     @contextlib.contextmanager
     def instead_of_moving(self) -> Iterator[None]:
-        """Let a Trainer that is made inside stream its model instead of moving it to the card."""
+        """Make a Trainer that is built inside stream its model instead of moving it to the card."""
 
         def move(trainer: Any, model: torch.nn.Module, device: torch.device) -> None:
             self._stream(trainer, model)
@@ -37,7 +37,7 @@ class Streaming:
             yield
 
     def begin(self, trainer: Any) -> None:
-        """Stream the model of a Trainer, unless that has happened."""
+        """Stream the model of a Trainer, unless it streams already."""
         if stream_of(trainer.model) is None:
             self._stream(trainer, trainer.model)
 
@@ -48,7 +48,7 @@ class Streaming:
         Stream(model, trainer.args.device, self._resident_layers, self._with_embeddings)
 
     def count(self, trainer: HfTrainer) -> None:
-        """Count what each micro-step of a Trainer copies that really runs."""
+        """Count the bytes that each micro-step copies."""
         stream = stream_of(trainer.model)
         if stream is None:
             return
@@ -63,7 +63,7 @@ class Streaming:
         trainer.training_step = step
 
     def figures(self, trainer: HfTrainer) -> Streamed | None:
-        """Return how the base was streamed; a micro-batch counts as the one that copied least."""
+        """Return the figures of the streamed base, with the smallest copy of any micro-batch."""
         stream = stream_of(trainer.model)
         if stream is None:
             return None

@@ -1,4 +1,4 @@
-"""Charts as values, which `page.js` draws; colours are names of the style sheet."""
+"""Define charts as values, which `page.js` draws; colours are names in the style sheet."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -7,10 +7,10 @@ from typing import Literal
 
 from trainer_plugins.units import size
 
-_HEADROOM = 1.16  # leaves room for texts above the highest number
-_FAR = 2.5  # a limit of this many times the memory in use would flatten the picture
+_HEADROOM = 1.16  # leaves room for labels above the highest value
+_FAR = 2.5  # a limit this many times above the memory in use would flatten the picture
 
-# The names of each colour, on every page.
+# The categories of each colour, on every page.
 _NAMES = {
     "weights": ("weights", "parameter", "parameters"),
     "frozen": ("frozen weights", "buffer"),
@@ -45,7 +45,7 @@ class ChartLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dot:
-    """Marks a point, or with `at` None a limit, with a text."""
+    """Marks a point, or (with `at` None) a limit, with a text."""
 
     value: float
     text: str
@@ -54,7 +54,7 @@ class Dot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Shades a part of the axis; one without a width is a stroke."""
+    """Shades a part of the axis; a span without width is a stroke."""
 
     begin: float
     end: float
@@ -63,7 +63,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """Stands below the picture, and may lead to a place on the page."""
+    """Stands below the picture, and may link to a place on the page."""
 
     at: float
     colour: str
@@ -94,17 +94,17 @@ class Table:
 class Chart:
     """Holds a picture with two axes; stretches lie between `edges`."""
 
-    name: str  # without blanks
+    name: str  # without spaces
     title: str
     pixels: int
     unit: Literal["bytes", "s", "/s"]
     axis: Literal["seconds", "moments"]
     top: float  # the number at the upper edge
     edges: Sequence[float]
-    steps: Sequence[int] = ()  # the last step of each stretch, which the axis then counts
-    areas: Sequence[ChartLine] = ()  # from the bottom to the top, each on the one before
+    steps: Sequence[int] = ()  # the last step of each stretch; the axis then counts steps
+    areas: Sequence[ChartLine] = ()  # from bottom to top, each on top of the one before
     lines: Sequence[ChartLine] = ()
-    said: Sequence[str]  # what a stretch is
+    said: Sequence[str]  # a description of each stretch
     hint: str = ""
     limit: Dot | None = None
     dot: Dot | None = None
@@ -116,14 +116,14 @@ class Chart:
     table: Table | None = None
 
     def describe(self) -> Mapping[str, object]:
-        """Return what the script draws from."""
+        """Return the input of the script."""
         return {name: value for name, value in asdict(self).items() if name != "table"}
 
 
 def areas_of_card(
     levels: Sequence[Sequence[float]], outside: int, kept: int, peak: int, reserved: int
 ) -> list[ChartLine]:
-    """Make the areas of a card's memory of levels that include those below; sizes for the key."""
+    """Build the areas of a card's memory from levels that include those below, with sizes."""
     names = (
         ("outside torch", "outside", outside),
         ("tensors between steps", "kept", kept),
@@ -138,7 +138,7 @@ def areas_of_card(
 
 
 def draw_limit(highest: float, limit: int | None) -> tuple[float, Dot | None, tuple[Key, ...]]:
-    """Return the upper edge of a picture, and the limit of a card; the key names a far one."""
+    """Return the upper edge of a picture, and the card's limit; the key mentions one far above."""
     top = _HEADROOM * max(highest, 1)
     if limit is None:
         return top, None, ()
@@ -149,7 +149,7 @@ def draw_limit(highest: float, limit: int | None) -> tuple[float, Dot | None, tu
 
 
 def colour_of(name: str) -> str:
-    """Return the colour in the style sheet of a category or a moment; the rest is grey.
+    """Return the style sheet's colour of a category or a moment; grey for all others.
 
     >>> colour_of("parameters"), colour_of("workspaces")
     ('weights', 'other')

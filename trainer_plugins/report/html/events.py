@@ -1,4 +1,4 @@
-"""Finds what happened when in a run: bands behind a chart of its memory, and marks below it."""
+"""Place the events of a run: bands behind a chart of its memory, and marks below it."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -33,11 +33,11 @@ class Duration:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noted:
-    """Holds the worst finding of a code, with all moments at which the ranks noted one."""
+    """Holds the worst finding of a code, with all moments at which ranks reported one."""
 
     number: int
     finding: Finding
-    moments: tuple[tuple[int, Remark], ...]  # rank and remark, in the order of time
+    moments: tuple[tuple[int, Remark], ...]  # rank and remark, by time
 
     @property
     def where(self) -> str:
@@ -47,7 +47,7 @@ class Noted:
 
 
 def collect_notes(timelines: Timelines) -> tuple[Noted, ...]:
-    """Collect the findings of all ranks by code, in the order in which they first came."""
+    """Collect the findings of all ranks by code, in order of first appearance."""
     found: dict[str, list[tuple[int, Remark]]] = {}
     remarks = entries_of(timelines, Remark)
     for rank, remark in sorted(remarks, key=lambda pair: pair[1].time_seconds):
@@ -64,7 +64,7 @@ def collect_notes(timelines: Timelines) -> tuple[Noted, ...]:
 
 
 def spans_of(entries: Iterable[Entry], during: Duration) -> tuple[list[Span], list[Key]]:
-    """Shade evaluations, generations and saves, and stroke the releases of the cache.
+    """Shade evaluations, generations and saves, and draw releases of the cache as strokes.
 
     The keys name the colours, with the number of readings of each.
     """
@@ -92,7 +92,7 @@ def spans_of(entries: Iterable[Entry], during: Duration) -> tuple[list[Span], li
 
 
 def marks_of(entries: Iterable[Entry], noted: Iterable[Noted], during: Duration) -> Iterator[Mark]:
-    """Mark the errors of one rank, and the findings of all with the number of their sentence."""
+    """Mark the errors of one rank, and the findings of all, each with its number in the list."""
     for entry in entries:
         if isinstance(entry, Failure):
             title = f"step {entry.step}: {entry.words}"
@@ -113,7 +113,7 @@ def marks_of(entries: Iterable[Entry], noted: Iterable[Noted], during: Duration)
 
 
 def failures_in_words(entries: Iterable[Entry]) -> list[str]:
-    """Say when errors ended a rank."""
+    """Describe the errors that ended a rank."""
     return [
         f"{'out of memory' if entry.record else 'failed'} after step {entry.step}"
         for entry in entries

@@ -1,4 +1,4 @@
-"""Draws what a rank did with its memory."""
+"""Draw a rank's use of memory."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -22,9 +22,9 @@ from trainer_plugins.report.html.events import Duration, Noted, marks_of, spans_
 from trainer_plugins.report.summary import steps_in_words
 from trainer_plugins.units import percent, size
 
-MOST = 1500  # a picture can be zoomed into
+MOST = 1500  # readers can zoom in
 MOST_ROWS = 240  # of a table
-_ALIKE_FRACTION = 0.1  # ranks whose peaks are this close to each other are alike
+_ALIKE_FRACTION = 0.1  # ranks whose peaks are within this fraction of each other are alike
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ Part = TypeVar("Part", bound=Stretch)
 
 
 def group(alone: Sequence[Part], most: int) -> list[list[Part]]:
-    """Group what lies side by side: each of about `most` groups is long enough to be seen."""
+    """Group neighbours into about `most` groups, each long enough to be visible."""
     shortest = alone[-1].ended_seconds / most if alone else 0.0
     groups: list[list[Part]] = []
     for each in alone:
@@ -52,14 +52,14 @@ def group(alone: Sequence[Part], most: int) -> list[list[Part]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryUse(Stretch):
-    """Holds the highest figures of readings in a row; each covers all since the one before."""
+    """Holds the highest figures of consecutive readings; each covers all since the one before."""
 
     first_step: int
     moments: tuple[str, ...]
     outside_bytes: int  # memory outside torch; the next three include it
-    kept_bytes: int  # with the tensors that were alive when it was read
-    peak_bytes: int  # with the most that tensors took at once
-    used_bytes: int  # with the cache
+    kept_bytes: int  # plus the tensors alive at the reading
+    peak_bytes: int  # plus the peak of tensors
+    used_bytes: int  # plus the cache
     peak_allocated_bytes: int
     reserved_bytes: int
 
@@ -67,7 +67,7 @@ class MemoryUse(Stretch):
 def stretches_of(
     entries: Iterable[Entry], began_seconds: float, most: int = MOST
 ) -> list[MemoryUse]:
-    """Join the readings of one rank to about `most` stretches."""
+    """Join the readings of one rank into about `most` stretches."""
     return [_join(some) for some in group([*_alone(entries, began_seconds)], most)]
 
 
@@ -186,7 +186,7 @@ def small_chart(
 
 
 def odd_one(timelines: Mapping[int, Sequence[Entry]]) -> str:
-    """Name the rank whose peak is furthest from that of most; empty if all are alike."""
+    """Name the rank whose peak is furthest from the usual one; empty if all are alike."""
     peaks = {
         rank: top.reading.peak_allocated_bytes
         for rank, entries in timelines.items()

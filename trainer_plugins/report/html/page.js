@@ -1,5 +1,5 @@
 "use strict";
-// Draws the charts of a page from the data in it. Text of the data is only ever set as text.
+// Draw the charts of a page from its data. Text in the data is only ever set as text.
 const data = JSON.parse(document.getElementById("data").textContent);
 const LEFT = 58, BELOW = 20; // pixels of the axes
 
@@ -40,7 +40,7 @@ function ink(name) {
   return inks.get(name);
 }
 
-function round(span, most) { // the smallest of 1, 2, 5, 10 and so on that needs at most so many ticks
+function round(span, most) { // the smallest of 1, 2, 5, 10 and so on that needs at most `most` ticks
   let step = 10 ** Math.floor(Math.log10(span / most || 1));
   for (const factor of [1, 2, 5, 10]) if (span / (step * factor) <= most) return step * factor;
 }
@@ -51,7 +51,7 @@ function ticks(low, high, step) {
   return found;
 }
 
-function heightTicks(low, high, unit, most) { // in the unit that the numbers are rounded in
+function heightTicks(low, high, unit, most) { // in the unit to which the numbers are rounded
   if (unit !== "bytes") {
     const [per, name] = high >= 1e6 ? [1e6, "M"] : high >= 1e4 ? [1e3, "k"] : [1, ""];
     return ticks(low, high, round(high - low, most)).map(at => [at, `${+(at / per).toPrecision(6)}${name}${unit === "s" ? " s" : "/s"}`]);
@@ -61,7 +61,7 @@ function heightTicks(low, high, unit, most) { // in the unit that the numbers ar
   return ticks(low / per, high / per, step).map(at => [at * per, `${+at.toPrecision(6)} ${name}`]);
 }
 
-function stepTicks(source, begin, end, most) { // places where a round number of steps was done; none within one step
+function stepTicks(source, begin, end, most) { // places at a round number of steps; none within one step
   const { edges, steps } = source, found = [];
   if (!steps?.length) return found;
   const first = source.stretch(begin), last = source.stretch(end);
@@ -83,7 +83,7 @@ function widthTicks(low, high, axis, most) {
 
 // --- a picture -----------------------------------------------------------------------------
 
-const pictures = new Set(); // all are drawn again where colours or widths change
+const pictures = new Set(); // redrawn when colours or widths change
 
 class Picture {
   constructor(parent, label, pixels, draw) {
@@ -114,7 +114,7 @@ class Picture {
     this.draw(context, this.width, this.pixels);
   }
 
-  place(event) { // where the pointer is, in pixels of the picture
+  place(event) { // the pointer, in pixels of the picture
     const box = this.canvas.getBoundingClientRect();
     return [event.clientX - box.left, event.clientY - box.top];
   }
@@ -122,7 +122,7 @@ class Picture {
 
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { inks.clear(); pictures.forEach(each => each.again()); });
 
-class View { // the part of an axis that is shown; the charts of a run share one
+class View { // the visible part of an axis; the charts of a run share one
   constructor(low, high, least) { Object.assign(this, { low, high, least, begin: low, end: high, listeners: [] }); }
 
   show(begin, end) {
@@ -140,8 +140,8 @@ class View { // the part of an axis that is shown; the charts of a run share one
 
 // --- a chart over time ---------------------------------------------------------------------
 
-// A source has an axis, a unit, `top`, `named(at)`: its areas and lines for the key, with their figures there, and
-// `sample(begin, end, columns)`: areas and lines as heights of each column, from the bottom to the top.
+// A source has an axis, a unit, `top`, `named(at)` (its areas and lines for the key, with their figures there) and
+// `sample(begin, end, columns)` (areas and lines as heights of each column, from bottom to top).
 class Chart {
   constructor(figure, source, view, pixels) {
     Object.assign(this, { source, view, low: 0, high: source.top, pointer: null, range: null });
@@ -210,7 +210,7 @@ class Chart {
     this.overlay();
   }
 
-  place(width) { // marks lie side by side, and below each other only where they would touch
+  place(width) { // marks lie side by side, and below each other only if they would touch
     const ends = [];
     for (const [at, made] of this.placed) {
       made.hidden = at < this.view.begin || at > this.view.end;
@@ -295,7 +295,7 @@ class Chart {
     context.fillText(counted, LEFT - 6, bottom + 15);
   }
 
-  overlay() { // what moves with the pointer, so that the rest need not be drawn again
+  overlay() { // moves with the pointer, so that the rest need not be redrawn
     const { over, picture } = this, context = over.getContext("2d"), bottom = picture.pixels - BELOW;
     over.width = picture.canvas.width;
     over.height = picture.canvas.height;
@@ -355,7 +355,7 @@ class Chart {
     canvas.addEventListener("keydown", event => { if (this.act(event.key, event.shiftKey)) event.preventDefault(); });
   }
 
-  act(key, shift) { // what a key or a button does; false if that is nothing
+  act(key, shift) { // runs the action of a key or a button; false if there is none
     const { view, source } = this, moment = source.moment >= view.begin && source.moment <= view.end ? source.moment : undefined;
     const way = { ArrowLeft: -1, ArrowRight: 1, ArrowDown: -1, ArrowUp: 1 }[key], isUpright = key === "ArrowUp" || key === "ArrowDown";
     if (key === "+" || key === "=") view.zoom(0.5, moment);
@@ -379,7 +379,7 @@ class Chart {
   }
 }
 
-function told(context, text, x, y, side, colour) { // a text that can be read on any ground
+function told(context, text, x, y, side, colour) { // text that is readable on any background
   context.textAlign = side;
   context.lineWidth = 4;
   context.lineJoin = "round";
@@ -389,7 +389,7 @@ function told(context, text, x, y, side, colour) { // a text that can be read on
   context.fillText(text, x, Math.max(y, 12));
 }
 
-// --- what a run recorded -------------------------------------------------------------------
+// --- the record of a run -------------------------------------------------------------------
 
 class Recorded { // areas and lines over stretches of time
   constructor(raw) {
@@ -397,7 +397,7 @@ class Recorded { // areas and lines over stretches of time
     this.tops = this.edges.slice(1).map((_, at) => Math.max(...this.areas.map(area => area.values[at]), ...this.lines.map(line => line.values[at] ?? 0)));
   }
 
-  stretch(at) { // the number of the stretch that holds a place
+  stretch(at) { // the number of the stretch at a place
     let low = 0, high = this.tops.length - 1;
     while (low < high) {
       const middle = (low + high) >> 1;

@@ -1,4 +1,4 @@
-"""Page: one file of HTML, made from templates that make foreign text harmless."""
+"""Page: one HTML file, rendered from templates that escape foreign text."""
 
 import base64
 import hashlib
@@ -25,17 +25,17 @@ _PLACES_TO_BREAK = re.compile(r"(?<=[/_=])(?=\w)|(?<=[a-z]\.)(?=[A-Za-z_*])|(?<=
 
 
 class Page(str):
-    """Holds the text of a page; a notebook draws it if it is the last value of a cell."""
+    """Holds the text of a page; a notebook shows it if it is the last value of a cell."""
 
     def _repr_html_(self) -> str:
-        # In a frame of its own, so that neither its style nor its script reaches the notebook.
+        # In its own frame, so that neither its style nor its script reaches the notebook.
         return _FRAME.format(escape(self, quote=True), "Memory")
 
 
 def page(template: str, data: Mapping[str, object], **values: object) -> Page:
-    """Render a template of this folder with values; all but `Markup` is escaped.
+    """Render a template of this folder with values; everything but `Markup` is escaped.
 
-    Pictures are drawn from `data` by the one script that the page allows, by its hash.
+    Pictures are drawn from `data` by the only script that the page allows, by its hash.
     """
     files = ["page.js", "snapshot.js"] if data.get("snapshots") else ["page.js"]
     script = "".join((_FOLDER / file).read_text(encoding="utf-8") for file in files)

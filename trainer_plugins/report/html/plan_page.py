@@ -1,4 +1,4 @@
-"""Renders a plan as a page: whether it fits, what would fit, and the memory of each moment."""
+"""Render a plan as a page: the verdict, changes that would fit, and the memory of each moment."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -30,7 +30,7 @@ Stretch = tuple[Moment, list[tuple[int, int]]]  # a moment; allocated and reserv
 
 
 def plan_page(plan: MemoryPlan) -> Page:
-    """Render the whole page; sizes are `data` elements whose value is the exact number of bytes."""
+    """Render the whole page; sizes are `data` elements that hold the exact number of bytes."""
     chart = plan_chart(plan)
     breakdown = sorted(plan.breakdown.items(), key=lambda pair: -pair[1])
     return page(
@@ -112,7 +112,7 @@ def _edges(stretches: Sequence[Stretch]) -> list[float]:
 
 
 def _find_kept(stretches: Sequence[Stretch]) -> list[int]:
-    """Return for each point the least that is allocated during its step, or its other moment."""
+    """Return for each point the lowest allocated memory of its step, or of its other moment."""
     steps: list[list[int]] = []
     before = ""
     for moment, points in stretches:

@@ -1,4 +1,4 @@
-"""Renders the runs of a folder as one page: the last one in full, the others in a table."""
+"""Render the runs of a folder as one page: the last one in full, the others in a table."""
 
 import re
 from collections import Counter
@@ -44,7 +44,7 @@ from trainer_plugins.snapshot.oom import SnapshotCase, case_of
 from trainer_plugins.snapshot.pickled import NotReadableError
 from trainer_plugins.units import percent, size
 
-_POSITIONS = re.compile(r"(?:\[\d+\])+")  # differ from tensor to tensor
+_POSITIONS = re.compile(r"(?:\[\d+\])+")  # these differ from tensor to tensor
 _SHOWN_FRACTION = 0.005  # smaller parts of the live memory are not listed
 
 
@@ -55,7 +55,7 @@ def run_page(
     plan: MemoryPlan | None = None,
     predicts: bool = False,
 ) -> Page:
-    """Render the last run of a folder; `ending` tells its end, if its timeline does not."""
+    """Render the last run of a folder; `ending` says how it ended, if its timeline does not."""
     if not history.runs:
         raise ValueError(f"{printable(folder)}: the timelines have no entries, nothing to draw")
     run = history.runs[-1]
@@ -114,12 +114,12 @@ def run_page(
 def draw(what: MemoryPlan | str | Path, plan: MemoryPlan | None = None) -> Page:
     """Draw a plan, or the memory of the last run of a folder.
 
-    A notebook shows the page if it is the last value of a cell. It is also a str that can be
-    written to a file.
+    A notebook shows the page if it is the last value of a cell. It is also a str that you can write
+    to a file.
 
     Args:
         what: a plan, or the output_dir of a run that had MemoryWatchdog.
-        plan: what was predicted for the run.
+        plan: the prediction for the run.
 
     Raises:
         ValueError: the folder has no timeline, or the timeline is empty.
@@ -156,7 +156,6 @@ def verdict(run: Run, answer: Explanation | None, ending: Finding | None) -> str
 
 
 def _read_planned_peaks(plan: MemoryPlan | None) -> dict[str, int]:
-    """Return the planned peak of each moment that the run tells apart."""
     if plan is None:
         return {}
     seen = peaks_as_seen(plan).items()
@@ -179,7 +178,7 @@ def _num_rows_a_step(run: Run, folder: Path) -> int:
 
 
 def _rank_in_full(run: Run, record: OomRecord | None) -> int:
-    """Choose the rank that failed, else the one whose card was fullest."""
+    """Choose the rank that failed, else the one with the fullest card."""
     if record is not None:
         return record.rank
     tops = {rank: fullest(entries) for rank, entries in run.timelines.items()}
@@ -187,7 +186,7 @@ def _rank_in_full(run: Run, record: OomRecord | None) -> int:
 
 
 def _lede(record: OomRecord | None) -> str:
-    """Say in numbers what did not fit; empty if that is unknown."""
+    """Give the figures of the failed allocation; empty if they are unknown."""
     error = record.error if record is not None else None
     if record is None or error is None or error.requested_bytes is None:
         return ""
@@ -206,14 +205,14 @@ _Rows = list[tuple[str, int, str]]
 
 
 def _alive_and_held(record: OomRecord | None, noted: Sequence[Noted]) -> tuple[_Rows, _Rows]:
-    """Return the live tensors at an OOM by category, and by the module or object that has them."""
+    """Return the live tensors at an OOM by category, and by the module or object holding them."""
     if record is None or record.alive is None:
         return [], []
     alive = record.alive
     by_holder = Counter(alive.module_bytes)
     leak = next((each.finding.data for each in noted if each.finding.code == "leak-tensors"), {})
     leaks_from = str(leak.get("holder", ""))
-    if leaks_from:  # the record names the largest tensors alone, and no graph's
+    if leaks_from:  # the record names only the largest tensors, and none of a graph
         by_holder[leaks_from] += int(leak["held_bytes"])
     for each in alive.largest:
         holder = _POSITIONS.sub("[...]", each.holder)

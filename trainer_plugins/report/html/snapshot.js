@@ -1,5 +1,5 @@
 "use strict";
-// Draws memory snapshots with what `page.js` has: blocks over time, their stacks, and where they lay.
+// Draw memory snapshots with the tools of `page.js`: blocks over time, their stacks, and their addresses.
 const ROW = 18, MOST_ROWS = 40, MAP_ROWS = 24, MAP_ROW = 14; // pixels of a row, except where the name says how many
 
 class Snapshot {
@@ -31,7 +31,7 @@ class Snapshot {
     raw.parent.forEach((parent, node) => (parent < 0 ? this.roots : this.children[parent]).push(node));
   }
 
-  // What is alive after an event, by category and in the order of birth: as it is stacked in the picture.
+  // The live blocks after an event, by category and in the order of birth: the stacking order of the picture.
   alive(moment) {
     const found = this.categories.map(() => []);
     for (let id = 0; id < this.count && this.birth[id] <= moment; id++) if (this.death[id] > moment) found[this.category[id]].push(id);
@@ -64,7 +64,7 @@ class Snapshot {
     return null;
   }
 
-  ranges_at(moment) { // where memory is reserved after an event: first and last address of each segment
+  ranges_at(moment) { // the reserved segments after an event: first and last address of each
     let ranges = this.ranges.map(range => [...range]);
     for (const [at, address, bytes] of this.segments) {
       if (at > moment) break;
@@ -85,7 +85,7 @@ class Snapshot {
     return line ? `${this.files[file]}:${line} ${this.names[name]}` : this.names[name];
   }
 
-  short(node) { // what tells most, first: labels are cut off
+  short(node) { // the most specific part first, since labels are cut off
     const [file, line, name] = this.frames[this.frame[node]], place = line ? ` ${this.files[file].split("/").pop()}:${line}` : "";
     return this.names[name] + place;
   }
@@ -100,7 +100,7 @@ class Snapshot {
   line(node) { return this.words(this.stack(node).find(each => this.isOwn(each)) ?? node); }
 }
 
-// The pictures of one snapshot: they share the chosen moment, the chosen block, and what is searched for.
+// The pictures of one snapshot: they share the chosen moment, the chosen block, and the search.
 class Explorer {
   constructor(section, snapshot, top) {
     const shown = this.snapshot = snapshot;
@@ -205,7 +205,7 @@ class Explorer {
 
   dims() { return this.marked !== null; }
 
-  details(context, chart, sample) { // the borders of blocks that are high enough, and what is searched for
+  details(context, chart, sample) { // the borders of blocks that are high enough, and the search results
     const least = 4 / (chart.picture.pixels - BELOW) * (chart.high - chart.low), rule = ink("paper");
     if (!this.marked && chart.view.width > 200_000) return;
     this.snapshot.sweep(sample.moments, (column, id, low, high) => {
@@ -252,7 +252,7 @@ class Explorer {
     this.about_block.replaceChildren(make("h3", {}, this.block_words(id)), make("p", {}, facts), make("ol", { class: "stack" }, ...stack));
   }
 
-  // Stacks of what is in use at the moment: the outermost frame above, each as wide as what it holds.
+  // Stacks of the memory in use at the moment: the outermost frame above, each as wide as its memory.
   draw_icicle(context, width) {
     const { snapshot } = this, count = snapshot.parent.length, weights = new Float64Array(count), kinds = snapshot.categories.map(() => new Float64Array(count));
     for (const id of this.blocks) kinds[snapshot.category[id]][snapshot.node[id]] += snapshot.bytes[id];
@@ -265,7 +265,7 @@ class Explorer {
     const boxes = this.icicle.boxes = [], total = snapshot.total[this.moment + 1] || 1;
     let roots = this.focus === null ? heaviest(snapshot.roots) : [this.focus], left_out = 0;
     while (this.focus === null && roots.length === 1 && heaviest(snapshot.children[roots[0]]).length === 1) {
-      roots = heaviest(snapshot.children[roots[0]]); // frames that hold everything tell nothing
+      roots = heaviest(snapshot.children[roots[0]]); // frames that hold everything are not informative
       left_out++;
     }
     const whole = roots.reduce((sum, node) => sum + weights[node], 0) || 1;
@@ -307,7 +307,7 @@ class Explorer {
     }
   }
 
-  // All that was reserved, from low addresses to high ones, cut into rows.
+  // All reserved memory, from low addresses to high ones, cut into rows.
   draw_map(context, width, pixels) {
     const { snapshot } = this, ranges = snapshot.ranges_at(this.moment), boxes = this.places.boxes = [];
     const reserved = ranges.reduce((sum, [low, high]) => sum + high - low, 0);

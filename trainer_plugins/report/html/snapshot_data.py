@@ -1,6 +1,6 @@
-"""Turns a snapshot into what its pictures are drawn from: columns of numbers, and each text once.
+"""Turn a snapshot into the input of its pictures: columns of numbers, and each text once.
 
-Moments are numbers of events; a state is that after the event. Addresses begin at `base`.
+Moments are numbers of events; a state is the one after its event. Addresses are relative to `base`.
 """
 
 import re
@@ -18,14 +18,14 @@ from trainer_plugins.snapshot.trace import ranges_after
 
 _CATEGORIES = tuple(WORDS)
 _PASSES = {"forward": "first", "backward": "second", "optimizer": "third"}
-_MODULES = ("_call_impl", "_wrapped_call_impl")  # one or two of them stand before each forward
+_MODULES = ("_call_impl", "_wrapped_call_impl")  # one or two of them precede each forward
 _OPERATION = re.compile(r"^at::_ops::(?!empty)(\w+)::call")
 _NODE = re.compile(r"^torch::autograd::generated::(\w+)::apply")
 _MOST_PARTS = 3
 
 
 def snapshot_data(case: SnapshotCase, title: str) -> dict[str, object]:
-    """Return the lives of all blocks, their stacks as a tree, and what was reserved when."""
+    """Return the lives of all blocks, their stacks as a tree, and the reserved memory over time."""
     stacks = _Stacks(case)
     rows = sorted(_rows(case, stacks), key=lambda row: row[0])
     births, lasted, sizes, asked, addresses, nodes, kinds = (
@@ -94,7 +94,7 @@ def _segments(case: SnapshotCase) -> Iterator[tuple[int, int, int]]:
 
 
 class _Stacks:
-    """The tree of all stacks, outermost frames first; parents stand before their children."""
+    """The tree of all stacks, outermost frames first; parents precede their children."""
 
     def __init__(self, case: SnapshotCase) -> None:
         self._case = case
@@ -106,7 +106,7 @@ class _Stacks:
         self._short: dict[str, tuple[str, int]] = {}
 
     def node(self, life: Life) -> int:
-        """Return the innermost frame of what asked for a block."""
+        """Return the innermost frame of the code that allocated a block."""
         if not life.stack:
             return self._add([StackFrame("", 0, self._case.sorter.place(life))])
         if life.stack not in self._known:
@@ -142,7 +142,7 @@ class _Stacks:
 
 
 def _select_frames(stack: Stack) -> list[StackFrame]:
-    """Leave out calls of modules, and of C++ all but the innermost operation and its backward."""
+    """Drop module calls, and C++ frames except the innermost operation and its backward."""
     names = [each.name for each in stack]
     found = (next(filter(None, map(one.match, names)), None) for one in (_OPERATION, _NODE))
     python = [each for each in stack if is_python(each) and each.name not in _MODULES]
@@ -150,7 +150,7 @@ def _select_frames(stack: Stack) -> list[StackFrame]:
 
 
 def _shorten(file: str) -> str:
-    """Name a file of a package by its place there, another by its last folders."""
+    """Name a package's file by its place there, and others by their last folders."""
     path = file.replace("\\", "/")
     if "-packages/" in path:
         return printable(path.rpartition("-packages/")[2])

@@ -1,4 +1,4 @@
-"""Renders memory snapshots of torch as a page: what held the memory, when, and remedies."""
+"""Render torch's memory snapshots as a page: the holders of memory over time, and remedies."""
 
 from collections.abc import Mapping, Sequence
 
@@ -15,7 +15,7 @@ _MOST_LINES = 12
 
 
 def snapshot_page(answer: Explanation, *cases: SnapshotCase) -> Page:
-    """Render one snapshot, or two side by side, with what was found out."""
+    """Render one snapshot, or two side by side, with the diagnosis."""
     is_bad = any(case.oom is not None for case in cases)
     cause = answer.causes[0].summary if answer.causes else ""
     shown = [_describe_case(case, len(cases) > 1) for case in cases]

@@ -1,4 +1,4 @@
-"""Draws how long the steps of a rank took, and how many tokens or rows they trained in a second."""
+"""Draw the step times of a rank, and its tokens or rows per second."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,18 +13,18 @@ from trainer_plugins.report.html.memory import MOST, MOST_ROWS, Stretch, group
 from trainer_plugins.report.summary import steps_in_words
 
 _FEWEST = 3
-_FAR = 8  # a step of this many times the usual would flatten the picture
+_FAR = 8  # a step this many times longer than usual would flatten the picture
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes(Stretch):
-    """Holds how long steps in a row took."""
+    """Holds the duration of consecutive steps."""
 
     num_steps: int
     busy_seconds: float  # the time of these steps, without evaluations and saves between them
     slowest_seconds: float
     slowest_step: int
-    num_tokens: int  # tokens of these steps on all ranks; 0 if they were not counted
+    num_tokens: int  # tokens of these steps on all ranks; 0 if not counted
 
     @property
     def mean_seconds(self) -> float:
@@ -32,7 +32,7 @@ class StepTimes(Stretch):
 
 
 def paces_of(entries: Iterable[Entry], began_seconds: float, most: int = MOST) -> list[StepTimes]:
-    """Measure the steps of one rank between its readings, joined as stretches are."""
+    """Measure the steps of one rank between its readings, joined into stretches."""
     return [_join(some) for some in group([*_paces(entries, began_seconds)], most)]
 
 
@@ -53,7 +53,7 @@ def _paces(entries: Iterable[Entry], began_seconds: float) -> Iterator[StepTimes
     before: Sample | None = None
     for entry in entries:
         if not isinstance(entry, Sample) or entry.moment == "generate":
-            continue  # a generation is part of the step, or of the evaluation, that comes after it
+            continue  # a generation is part of the step, or of the evaluation, that follows it
         if entry.moment == "train" and before is not None:
             seconds, num = entry.time_seconds - before.time_seconds, entry.step - before.step
             if seconds > 0 and num > 0:
@@ -71,7 +71,7 @@ def _paces(entries: Iterable[Entry], began_seconds: float) -> Iterator[StepTimes
 
 
 def pace_chart(rank: int, entries: Sequence[Entry], during: Duration) -> Chart | None:
-    """Draw how long steps took; None if fewer than three were read."""
+    """Draw step times; None if fewer than three were read."""
     found = paces_of(entries, during.began_seconds)
     if len(found) < _FEWEST:
         return None
@@ -98,7 +98,7 @@ def pace_chart(rank: int, entries: Sequence[Entry], during: Duration) -> Chart |
 def rate_chart(
     rank: int, entries: Sequence[Entry], during: Duration, num_rows_a_step: int
 ) -> Chart | None:
-    """Draw the tokens that all ranks train in a second, or the rows; None if neither is known."""
+    """Draw the tokens per second of all ranks, or the rows; None if neither is known."""
     found = paces_of(entries, during.began_seconds)
     has_tokens = any(each.num_tokens for each in found)
     if len(found) < _FEWEST or not (has_tokens or num_rows_a_step):
@@ -145,7 +145,7 @@ def _chart(
     lines: Sequence[tuple[str, str, Sequence[float]]],
     table: Table,
 ) -> Chart:
-    """Draw lines over time, with gaps where the run did something else: an evaluation, a save.
+    """Draw lines over time, with gaps during other work: an evaluation, a save.
 
     The first line has the highest value, which is marked; the last one is the usual.
     """

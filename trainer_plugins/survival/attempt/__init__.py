@@ -1,1 +1,1 @@
-"""These files try a computation, and undo what it left when it failed."""
+"""Runs a computation that may fail, and undoes the effects of a failure."""

@@ -1,4 +1,4 @@
-"""Attempt: run work that may not fit on the card, and free all that a failed try holds."""
+"""Attempt: runs work that may not fit on the card, and frees all memory of a failed try."""
 
 import gc
 import logging
@@ -20,7 +20,7 @@ from trainer_plugins.units import size
 from trainer_plugins.upkeep.holders import GROWTH_FRACTION, graphs_held, tensors_held
 
 T = TypeVar("T")
-Release = Callable[[], object] | None  # frees what the frames above an attempt hold
+Release = Callable[[], object] | None  # frees tensors that the frames above an attempt hold
 
 logger = logging.getLogger(__name__)
 
@@ -29,17 +29,17 @@ _NUM_FRAMES = 8
 
 @dataclass(frozen=True, slots=True)
 class DidNotFit:
-    """Holds the words of an attempt's error: the error itself would keep frames and activations."""
+    """The words of an attempt's error. The error itself would keep frames and activations alive."""
 
     words: str
-    is_certain: bool  # whether it names memory: on a full card cuBLAS reports something else
+    is_certain: bool  # it names memory; on a full card cuBLAS reports other errors
     where: str  # the last frames of the traceback, as text
     seconds: float
-    is_here: bool = True  # whether it was on this rank
+    is_here: bool = True  # it failed on this rank
 
     @property
     def first_line(self) -> str:
-        """Return the first line of the error, without torch's advice for the whole process."""
+        """Return the error's first line, without torch's advice for the whole process."""
         line = self.words.strip().partition("\n")[0]
         return line.partition(" Including non-PyTorch")[0].rstrip(".")[:300]
 
@@ -57,7 +57,7 @@ DID_NOT_FIT_ELSEWHERE = DidNotFit("another rank ran out of memory", True, "", 0.
 def attempt(
     work: Callable[[], T], release: Release = None, device: torch.device | None = None
 ) -> T | DidNotFit:
-    """Run work; if it does not fit, everything that its frames held is free on return."""
+    """Run work. If it does not fit, all memory of its frames is free on return."""
     started = perf_counter()
     try:
         return work()
@@ -76,26 +76,26 @@ def attempt(
             link = link.__context__
     if release is not None:
         release()
-    # Counting references does not free a graph that holds a cycle, as that of checkpointing does.
+    # Reference counting does not free a graph with a cycle, such as checkpointing's.
     gc.collect()
-    # On the CPU a backward pass runs in the thread that calls.
+    # On the CPU the backward pass runs in the calling thread.
     if device is not None and device.type != "cpu":
         _wait_for_backward_thread(device)
     return failure
 
 
 def _wait_for_backward_thread(device: torch.device) -> None:
-    """Wait until autograd's thread of this device has dropped the graph of a pass that failed."""
-    # The error arrives first. The device's one thread drops a graph before it takes the next.
+    """Wait until autograd's thread for this device has dropped the graph of a failed pass."""
+    # The error arrives earlier. The device's only thread drops a graph before it takes the next.
     leaf = torch.empty(0, device=device, requires_grad=True)
     torch.autograd.backward(leaf.neg(), leaf.detach(), inputs=leaf)
 
 
 @contextmanager
 def collect_once() -> Iterator[None]:
-    """Surround what follows a failed attempt: each further one collects only what it has made."""
-    # To look through all that was imported takes 0.04 to 1 s, and a failed attempt has just done
-    # so. If someone else froze much, collections are short, and to unfreeze it is not ours.
+    """Make each further failed attempt in this block collect only garbage made since."""
+    # A scan of all imported objects takes 0.04 to 1 s, and a failed attempt just did one. If other
+    # code froze many objects, collections are short, and unfreezing is not up to us.
     if gc.get_freeze_count() > _MOST_FROZEN:
         yield
         return
@@ -106,21 +106,21 @@ def collect_once() -> Iterator[None]:
         gc.unfreeze()
 
 
-_MOST_FROZEN = 1000  # Python 3.12 begins with 375
+_MOST_FROZEN = 1000  # Python 3.12 starts with 375
 
 
 class CardReader:
-    """Reads a device until its first error, which must not end a training; without one, nothing."""
+    """Reads a device until its first error, which must not end training. It may have no device."""
 
     def __init__(self, device: AcceleratorDevice | None) -> None:
         self._device, self.name = device, device.name if device is not None else ""
 
     def read(self) -> MemoryReading | None:
-        """Read the memory; None if nothing counts it, and once a question has failed."""
+        """Read the memory; None if nothing counts it, or after the first error."""
         return self._ask(lambda device: device.read())
 
     def read_allocated_bytes(self) -> int:
-        """Return the bytes of live tensors; 0 where `read` gives None."""
+        """Return the bytes of live tensors; 0 where `read` returns None."""
         return self._ask(lambda device: device.read_allocated_bytes()) or 0
 
     def reset_peak(self) -> None:
@@ -147,13 +147,13 @@ class CardReader:
 
 
 def card_of(device: torch.device) -> CardReader:
-    """Open the card of a run; main memory, and what torch does not count, is never read."""
+    """Open the card of a run; never read main memory, or devices that torch does not count."""
     if device.type == "cpu":
         return CardReader(None)
     try:
         card = open_device(device)
         return CardReader(card if isinstance(card, AcceleratorDevice) else None)
-    # a ValueError if torch counts nothing, and whatever a driver raises
+    # a ValueError if torch counts nothing, or any error of a driver
     except Exception:  # noqa: BLE001
         return CardReader(None)
 
@@ -161,7 +161,7 @@ def card_of(device: torch.device) -> CardReader:
 def judge_left_over(
     card: CardReader, expected_bytes: int, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> Finding | None:
-    """Report memory that a failed attempt left allocated, if it is much: through all objects."""
+    """Report memory that a failed attempt left allocated, if it is much, with its holders."""
     reading = card.read()
     left_bytes = reading.allocated_bytes - expected_bytes if reading is not None else 0
     if reading is None or left_bytes < GROWTH_FRACTION * reading.total_bytes:

@@ -1,4 +1,4 @@
-"""Generators: the random numbers that a pass draws, noticed and given back."""
+"""Generators: detects and restores the random numbers that a pass draws."""
 
 import ctypes
 import random
@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 import torch
 
-_NUM_WORDS = 624  # numbers of a Mersenne twister, of 32 bits each
-_NUM_BYTES = 4 * _NUM_WORDS + 4  # those, and the place of the next one
+_NUM_WORDS = 624  # state of a Mersenne twister, as 32-bit words
+_NUM_BYTES = 4 * _NUM_WORDS + 4  # those, and the position of the next one
 
 
 class _Numpys:
-    """Reads the state of numpy's generator, which takes 24 us only if it was drawn from."""
+    """Reads the state of numpy's generator, which takes 24 us only after a draw."""
 
     def __init__(self) -> None:
         self._module: Any = np.random
         self._state: Any = None
-        self._memory: bytes | None = None  # that of this state; None if it does not tell all
+        self._memory: bytes | None = None  # of this state; None if incomplete
 
     @property
     def generator(self) -> Any:
@@ -29,14 +29,14 @@ class _Numpys:
         generator = self.generator
         memory = None
         if type(generator) is np.random.MT19937:
-            # numpy's mt19937.h: the numbers, then the place
+            # numpy's mt19937.h: the words, then the position
             memory = ctypes.string_at(generator.ctypes.state_address, _NUM_BYTES)
         if memory is None or memory != self._memory:
             state, self._memory = self._module.get_state(legacy=False), None
             if memory is not None:
                 held = state["state"]
                 is_there = memory == held["key"].tobytes() + np.int32(held["pos"]).tobytes()
-                # Of a pair of normal numbers the second is taken without a change of the memory.
+                # The second of a pair of normal numbers is taken without changing the memory.
                 self._memory = memory if is_there and not state["has_gauss"] else None
             if self._state is None or not _is_same(state, self._state):
                 self._state = state
@@ -44,12 +44,10 @@ class _Numpys:
 
     def restore(self, state: Any) -> None:
         self._module.set_state(state)
-        self._memory = None  # the state may have a pair
+        self._memory = None  # the state may hold the second of a pair
 
 
 class _Pythons:
-    """Reads the state of Python's generator."""
-
     def __init__(self) -> None:
         self._state: Any = None
 
@@ -62,7 +60,6 @@ class _Pythons:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Compare two states of a generator of numpy's."""
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(_is_same(one[k], other[k]) for k in one)
     return bool(np.array_equal(one, other))
@@ -72,12 +69,12 @@ _numpys_reader, _pythons_reader = _Numpys(), _Pythons()
 
 
 def pythons_and_numpys() -> tuple[object, object]:
-    """Return the states of these two: each is the same object until a number is drawn."""
+    """Return the states of Python's and numpy's generators: the same objects until a draw."""
     return _pythons_reader.state(), _numpys_reader.state()
 
 
 class _DrawnAgain:
-    """Lets Python and numpy draw what they drew then, and go on afterwards as if they had not."""
+    """Replays earlier draws of Python and numpy, then continues where they were before."""
 
     def __init__(self) -> None:
         self._first = pythons_and_numpys()
@@ -91,10 +88,10 @@ class _DrawnAgain:
 
 
 def draw_the_same_again() -> tuple[AbstractContextManager[None], _DrawnAgain]:
-    """Return contexts for the two passes of a part that torch's `checkpoint` computes again.
+    """Return contexts for the two passes of a part that torch's `checkpoint` recomputes.
 
-    It is its `context_fn`, which is called when the first pass begins: torch keeps its own random
-    numbers, and not Python's and numpy's.
+    It serves as `context_fn`, which is called when the first pass begins. torch replays its own
+    random numbers, but not Python's and numpy's.
     """
     return nullcontext(), _DrawnAgain()
 
@@ -106,7 +103,7 @@ def _put_back(states: tuple[Any, Any]) -> None:
 
 
 class Generators:
-    """Keeps the state of all random generators."""
+    """The state of all random generators."""
 
     def __init__(self, device: torch.device) -> None:
         self._cpu, self._device = torch.get_rng_state(), device
@@ -121,13 +118,12 @@ class Generators:
             self._module.set_rng_state(self._card, self._device)
 
     def state(self) -> list[object]:
-        """Return the states of all, as they are now."""
         card = self._module.get_rng_state(self._device).cpu() if self._module else None
         return [torch.get_rng_state(), card, *pythons_and_numpys()]
 
 
 def draw_all(level: float) -> None:
-    """Let Python's and numpy's generator draw this number of [0, 1), several hundred times."""
+    """Make the next several hundred draws of Python and numpy equal this number in [0, 1)."""
     words = np.full(_NUM_WORDS, _untemper(int(level * 2**32)), dtype=np.uint32)
     random.setstate((random.Random.VERSION, (*words.tolist(), 0), None))
     if type(_numpys_reader.generator) is np.random.MT19937:
@@ -135,7 +131,7 @@ def draw_all(level: float) -> None:
 
 
 def _untemper(number: int) -> int:
-    """Return the word of a Mersenne twister that it gives as this number."""
+    """Return the state word from which a Mersenne twister produces this number."""
     number ^= number >> 18
     number ^= (number << 15) & 0xEFC60000
     word = number

@@ -1,4 +1,4 @@
-"""Holders: find what code outside libraries keeps between two calls, wherever it keeps it."""
+"""Holders: finds values that code outside libraries keeps between two calls, wherever they are."""
 
 import io
 import random
@@ -18,40 +18,40 @@ from torch import nn
 from trainer_plugins.survival.attempt.users_code import is_users_object, names_in
 from trainer_plugins.upkeep.frames import is_of_project
 
-_MOST_ITEMS = 1000  # longer collections hold rows, and are looked at, but not into
-_MOST_KEPT = 100_000  # still longer ones are data
+_MOST_ITEMS = 1000  # longer collections hold rows: we compare them but do not descend
+_MOST_KEPT = 100_000  # even longer ones are data
 _MOST_OBJECTS = 20_000
 
 _ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes, type, types.ModuleType))
 
-# Of the standard library these hold whatever a user puts into them.
+# These modules of the standard library hold whatever a user puts into their objects.
 _OPEN = ("types", "argparse", "collections", "dataclasses")
 
 OF_LIBRARIES = frozenset(vars(nn.Module())) | {
     "ds_grads_remaining",
     "applied_pre_backward_ref_cnt",
     "_external_params",
-}  # what torch and DeepSpeed (runtime/zero) keep on every module
+}  # attributes that torch and DeepSpeed (runtime/zero) put on every module
 
 Contents = dict[Any, Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Holder:
-    """Holds one place that keeps values by name or number: an object, a list, a closure."""
+    """A place that keeps values by name or number: an object, a list, a closure."""
 
-    path: str  # as in "model.norm.helper"
-    words: str  # what a value in it is: "an attribute of Helper"
+    path: str  # such as "model.norm.helper"
+    words: str  # the kind of a value in it: "an attribute of Helper"
     read: Callable[[], Contents]
     write: Callable[[Contents], object] | None = None  # None: it cannot change
-    is_items: bool = False  # whether its values are found by [...]
-    draw: Callable[[int], object] | None = None  # draws that many numbers, if it is a generator
-    is_consumed: bool = False  # whether it moves on with each value that it gives
-    is_code: bool = False  # whether a function, or a class, keeps it
+    is_items: bool = False  # values are indexed with [...]
+    draw: Callable[[int], object] | None = None  # for a generator: draws that many numbers
+    is_consumed: bool = False  # it advances with each value that it yields
+    is_code: bool = False  # a function or a class keeps it
     is_list: bool = False
 
     def find_growth(self, kept: Contents, now: Contents) -> list[object]:
-        """Return what was added behind the items of a list, all of which are still there."""
+        """Return the items appended to a list that still has all its earlier ones."""
         is_kept = self.is_list and all(now.get(name, now) is value for name, value in kept.items())
         return [*now.values()][len(kept) :] if is_kept else []
 
@@ -65,14 +65,14 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class Roots:
-    """Holds where to begin: objects by their paths, and what the code of their classes keeps."""
+    """The start of a walk: objects by their paths, and places kept by their classes' code."""
 
     objects: Mapping[str, object]
-    code: tuple[Holder, ...] | None = None  # None: it is looked for, which takes longer
+    code: tuple[Holder, ...] | None = None  # None: search for it, which takes longer
 
 
 def walk(roots: Roots) -> Iterator[tuple[Holder, Contents]]:
-    """Give each place that roots lead to, with its contents, through all but libraries' objects."""
+    """Yield each place reachable from the roots, with its contents; skip libraries' objects."""
     looks_at_code, seen = roots.code is None, dict[int, object]()
     waiting = deque[tuple[str, object]]()
 
@@ -108,7 +108,7 @@ def describe_mapping(
     is_items: bool = False,
     is_code: bool = False,
 ) -> Holder:
-    """Describe a mapping, or those of its names that count."""
+    """Describe a mapping, or some of its names."""
 
     def write(kept: Contents) -> None:
         for name in [name for name in names() if name not in kept]:
@@ -133,7 +133,7 @@ def own_names(module: nn.Module) -> list[str]:
 
 
 def is_open(one: object) -> bool:
-    """Tell whether an object is looked into: a subset of torch's holds a data set of a user's."""
+    """Return whether to look inside an object: torch's Subset, for one, holds a user's data set."""
     home = type(one).__module__
     is_given = home.startswith("torch.utils.data") or home.partition(".")[0] in _OPEN
     return is_given or is_users_object(one)
@@ -162,7 +162,7 @@ def _holders(path: str, one: Any, *, is_root: bool) -> Iterator[Holder]:
 
 
 def attributes_of(one: Any, path: str = "") -> Iterator[Holder]:
-    """Describe the attributes of an object that no library made."""
+    """Describe the attributes of an object whose class comes from no library."""
     if isinstance(one, type | types.FunctionType) or not is_open(one):
         return
     if hasattr(one, "__dict__"):
@@ -187,14 +187,14 @@ def _collection(path: str, one: Any) -> Holder:
         one.clear()
         (one.update if isinstance(one, set) else one.extend)(kept.values())
 
-    if isinstance(one, set):  # without an order
+    if isinstance(one, set):  # it has no order
         return Holder(path, words, lambda: dict(zip(one, one, strict=True)), write, is_items=True)
     is_list = isinstance(one, list)
     return Holder(path, words, lambda: dict(enumerate(one)), write, is_items=True, is_list=is_list)
 
 
 def _describe_code(path: str, one: object) -> Iterator[Holder]:
-    """Describe what functions and classes keep, and lead to other code."""
+    """Describe the values that functions and classes keep, and follow them to other code."""
     if isinstance(one, types.FunctionType):
         yield from _describe_function(path, one)
         return
@@ -207,7 +207,7 @@ def _describe_code(path: str, one: object) -> Iterator[Holder]:
 
 
 def is_code(value: object) -> bool:
-    """Tell whether a value is a function, a class or a module of Python's: no state itself."""
+    """Return whether a value is a function, a class or a module of Python: no state itself."""
     is_descriptor = hasattr(type(value), "__get__") and not isinstance(value, nn.Module)
     return is_descriptor or isinstance(value, type | types.ModuleType)
 
@@ -237,7 +237,7 @@ def _describe_cells(path: str, name: str, cells: dict[str, types.CellType]) -> H
     def read() -> Contents:
         found = {}
         for name, cell in cells.items():
-            with suppress(ValueError):  # it is empty still
+            with suppress(ValueError):  # still empty
                 found[name] = cell.cell_contents
         return found
 
@@ -249,7 +249,7 @@ def _describe_cells(path: str, name: str, cells: dict[str, types.CellType]) -> H
 
 
 def _describe_slots(path: str, one: Any, names: list[str]) -> Holder:
-    """Describe attributes that lie in no dictionary that can be written."""
+    """Describe attributes that are in no writable dictionary."""
     is_class = isinstance(one, type)
     words = f"an attribute of {one.__name__ if is_class else type(one).__name__}"
 
@@ -296,7 +296,7 @@ def _generator(path: str, one: Any) -> Holder | None:
 
 
 def is_consumed(one: object) -> bool:
-    """Tell whether an object of Python's gives values one after the other, and cannot go back."""
+    """Return whether a built-in object yields values one by one and cannot go back."""
     is_built_in = type(one).__module__ in ("builtins", "itertools", "collections")
     is_iterator = hasattr(type(one), "__next__") and not isinstance(one, io.IOBase)
     return is_built_in and is_iterator

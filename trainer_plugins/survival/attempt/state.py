@@ -1,4 +1,4 @@
-"""State: what a pass leaves behind besides gradients; it is compared, and restored."""
+"""State: compares and restores everything that a pass changes besides gradients."""
 
 import math
 from collections import deque
@@ -29,33 +29,33 @@ from trainer_plugins.survival.attempt.holders import (
 )
 from trainer_plugins.survival.attempt.users_code import is_users_function, is_users_object
 
-_SMALL = 1 << 16  # most numbers of a tensor that is copied. Larger ones are tables and masks.
+_SMALL = 1 << 16  # largest tensor to copy, in numbers. Larger ones are tables and masks.
 
 _MOST_ITEMS = 1024
-_DEPTH = 8  # how large and how deeply nested a list or a dictionary is that is compared
+_DEPTH = 8  # most items, and deepest nesting, of a list or dictionary to compare
 
-GROWN = "[...]"  # names what was added to a list
+GROWN = "[...]"  # marks items appended to a list
 
 _ABSENT = object()
 _PLAIN = (type(None), str, bytes, Number, np.generic)
-_OPAQUE = object()  # stands for what is no state: modules, functions, outputs with a graph
+_OPAQUE = object()  # stands for values that are no state: modules, functions, outputs with a graph
 
-# Where TRL's trainers collect what they log, under "train" and "eval"; the second: ORPO and CPO.
+# Where TRL's trainers collect logged metrics, under "train" and "eval"; the second: ORPO and CPO.
 _METRICS = ("_metrics", "_stored_metrics")
 
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """Holds what a pass has changed in one place."""
+    """A change that a pass made in one place."""
 
-    words: str  # the place, as in "`model.norm.steps`, a buffer of WarmsUp,"
+    words: str  # the place, such as "`model.norm.steps`, a buffer of WarmsUp,"
     value: object
-    is_learned: bool  # whether it is a parameter or a buffer of real numbers: statistics of rows
+    is_learned: bool  # a real-valued parameter or buffer: statistics of rows
     is_restorable: bool
 
 
 class State:
-    """Keeps what roots lead to, and a model's other buffers, to compare and to restore it."""
+    """Keeps values reachable from roots, and a model's other buffers, to compare and restore."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class State:
                     self._leaves[id(value)] = _Leaf(value)
 
     def restore(self, notes: Container[str] = ()) -> None:
-        """Restore all places, but those that count or note rows."""
+        """Restore all places except the `notes`, which count or record rows."""
         for leaf in self._leaves.values():
             leaf.restore()
         for holder, kept in self._kept:
@@ -101,27 +101,27 @@ class State:
                 holder.write(({} if holder.is_items else opaque) | kept | goes_on)
 
     def restore_draws(self) -> None:
-        """Let generators that objects hold draw the same numbers again."""
+        """Make generators held by objects draw the same numbers again."""
         for holder, kept in self._draws:
             assert holder.write is not None
             holder.write(kept)
 
     def read_generators(self) -> list[object]:
-        """Return the states of the generators that objects hold, as they are now."""
+        """Return the current states of the generators held by objects."""
         return [holder.read()[""] for holder, _ in self._draws]
 
     def draw_more(self, num: int) -> None:
-        """Let generators that objects hold draw `num` numbers."""
+        """Make generators held by objects draw `num` numbers."""
         for holder, _ in self._draws:
             if holder.draw is not None and num:
                 holder.draw(num)
 
     def name_consumed(self) -> Iterator[str]:
-        """Say of what kind each object is that gives values and cannot go back."""
+        """Describe each object that yields values and cannot go back."""
         return (holder.words for holder, _ in self._kept if holder.is_consumed)
 
     def find_moved(self) -> dict[str, Moved]:
-        """Return what has changed since, but frequencies (`accumulation/modules.py` judges)."""
+        """Return all changes since, except frequencies (`accumulation/modules.py` judges those)."""
         moved = {}
         for holder, kept in self._kept:
             contents = holder.read()
@@ -152,8 +152,6 @@ class State:
 
 
 class _Leaf:
-    """Keeps the numbers of a tensor, or an array."""
-
     def __init__(self, value: Any) -> None:
         self._value = value
         self._copy = None if _is_opaque(value) else _copy(value)
@@ -198,18 +196,18 @@ def _is_untouched(kept: Contents, now: Contents) -> bool:
 
 
 def _is_frequency(name: object) -> bool:
-    """Tell whether it is of a rotary embedding, which replaces it and never writes into it."""
+    """Return whether a rotary embedding owns it, which replaces it and never writes into it."""
     return isinstance(name, str) and name.endswith("inv_freq")
 
 
 def is_same(before: object, now: object) -> bool:
-    """Tell whether two values are the same; of tensors the part that both have: a mask may grow."""
+    """Compare two values. Of tensors, only the common part counts: a mask may grow."""
     if torch.is_tensor(before) and torch.is_tensor(now):
         if before.dim() != now.dim():
             return False
         common = tuple(map(slice, map(min, before.shape, now.shape)))
         one, other = before.detach()[common], now.detach()[common]
-        one = one.to(other)  # a layer may make its buffers half as wide in its first pass
+        one = one.to(other)  # a layer may make its buffers half precision in its first pass
         return bool(torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True))
     if isinstance(before, np.ndarray) and isinstance(now, np.ndarray):
         return bool(before.dtype == now.dtype and np.array_equal(before, now))
@@ -223,7 +221,7 @@ def is_same(before: object, now: object) -> bool:
 
 
 def _is_opaque(value: Any) -> bool:
-    """Tell whether a value is no state of its own, or cannot be compared."""
+    """Return whether a value is no state of its own, or cannot be compared."""
     if isinstance(value, _PLAIN):
         return False
     if isinstance(value, torch.Tensor):
@@ -235,7 +233,7 @@ def _is_opaque(value: Any) -> bool:
 
 
 def _copy(value: Any, depth: int = _DEPTH) -> Any:
-    """Copy what can be compared; a large tensor gives None, what is no state `_OPAQUE`."""
+    """Copy comparable values; None for a large tensor, `_OPAQUE` for values that are no state."""
     if depth == 0 or _is_opaque(value):
         return _OPAQUE
     if isinstance(value, torch.Tensor | np.ndarray):
@@ -258,7 +256,7 @@ def _copy(value: Any, depth: int = _DEPTH) -> Any:
 
 
 def roots_of_state(model: nn.Module) -> Roots:
-    """Find modules that the user wrote or hooked, what users put into others, and their code."""
+    """Find modules that the user wrote or hooked, users' objects in others, and their code."""
     registered = {id(module) for module in model.modules()}
     objects: dict[str, object] = {}
     for path, module in model.named_modules():
@@ -298,7 +296,7 @@ def _is_users(value: object) -> bool:
 
 
 def explain_not_divided(moved: Iterable[Moved]) -> str:
-    """Say why what one pass has moved forbids a division; empty if it does not."""
+    """Return why a change made by one pass forbids splitting; empty if it does not."""
     # Counts, flags and attributes are restored for each piece: they are the same for all rows.
     for one in moved:
         if one.is_learned or not one.is_restorable:
@@ -312,7 +310,7 @@ def explain_not_divided(moved: Iterable[Moved]) -> str:
 def explain_rows_differ(
     first: Mapping[str, Moved], other: Mapping[str, Moved], overwritten: Iterable[str]
 ) -> str:
-    """Say why two passes over different rows moved a model differently; empty if not."""
+    """Return why passes over different rows changed a model differently; empty if they did not."""
     for key in (other.keys() | first.keys()) - set(overwritten):
         one, two = first.get(key), other.get(key)
         if not is_same(one and one.value, two and two.value):
@@ -328,7 +326,7 @@ def _is_trls(trainer: type) -> bool:
 
 
 class RestorePoint:
-    """Keeps all random generators, the counts of a TRL trainer, and a model's state."""
+    """Saves all random generators, the counts of a TRL trainer, and a model's state."""
 
     def __init__(
         self,
@@ -353,7 +351,7 @@ class RestorePoint:
         self.restore_metrics()
 
     def begin_next(self) -> None:
-        """Restore all for the next part, which draws other numbers, and notes its own rows."""
+        """Restore all for the next part, which draws other numbers and records its own rows."""
         self.state.restore(self._notes)
         self.restore_metrics()
 
@@ -370,6 +368,6 @@ class RestorePoint:
 
     def _metrics(self) -> list[dict[str, list[object]]]:
         if not _is_trls(type(self._trainer)):
-            return []  # a user's own Trainer may mean something else by these names
+            return []  # in a user's own Trainer these names may mean something else
         there = vars(self._trainer)
         return [there[name][self._mode] for name in _METRICS if name in there]

@@ -1,1 +1,1 @@
-"""These files measure on a run's own rows that pieces add up, before a micro-batch is divided."""
+"""Measures on a run's own rows that pieces add up, before a micro-batch is divided."""

@@ -1,4 +1,4 @@
-"""Certificate: measure on rows of a run which weights make its pieces add up."""
+"""Certificate: measures on a run's own rows which weights make pieces add up."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -42,10 +42,10 @@ from trainer_plugins.survival.ranks.alone import Ranks
 
 logger = logging.getLogger(__name__)
 
-_SPARING = 300  # how many times its cost is computed in pieces before the next check
+_SPARING = 300  # the next check waits until pieces cost this many times its own cost
 
 Kind = tuple[str, tuple[tuple[str, torch.dtype, int, bool], ...]]
-"""A kind of batch: what its layout counts, and of each tensor name, type, dimensions and gaps."""
+"""A kind of batch: the unit of its layout; for each tensor, name, type, dimensions and gaps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +54,11 @@ class _Asked:
     inputs: Inputs
     kind: Kind
     num_fit: int
-    known: list[Weight]  # the weights that have fitted so far
+    known: list[Weight]  # weights that have fitted so far
 
 
 class Certificate:
-    """Measures which weights make pieces add up, in one run or (by losses) in its evaluations."""
+    """Measures which weights make pieces add up, in a run or (for losses) its evaluations."""
 
     def __init__(
         self,
@@ -70,25 +70,25 @@ class Certificate:
     ) -> None:
         self._ranks, self._family, self._is_trained = ranks, family, is_trained
         self._roots = roots
-        # Whether code of a user's has a part in a pass.
+        # The user's code takes part in a pass.
         self._has_own_code = bool(roots.objects) or family.is_vouched
         self._moves_state = False
-        self._looked_at: set[int] = set()  # labels of rows that were compared beside others
+        self._looked_at: set[int] = set()  # labels of rows that were compared next to others
         self._class_weights = ClassWeights()
-        self._classes: set[int] = set()  # measured next to others, if the user vouches
-        self._weights: dict[str, list[Weight]] = {}  # those that fitted so far, by layout
+        self._classes: set[int] = set()  # classes measured next to others, if the user vouches
+        self._weights: dict[str, list[Weight]] = {}  # those that have fitted so far, by layout
         self._kinds: set[Kind] = set()
-        self._refused: dict[Kind, str] = {}  # why batches of a kind do not add up, as measured
+        self._refused: dict[Kind, str] = {}  # by kind: why it does not add up
         self._computed = self._next = 0.0
-        self.why_broken = ""  # why nothing is divided any more: a later measurement failed
-        self.known = ""  # what the last measurement was made on, and what it found
-        self.did_not_fit: list[tuple[int, int]] = []  # whole examples of the last one, and cells
-        self.divided_since: int | None = None  # the first step that was divided
+        self.why_broken = ""  # set if a later measurement failed: nothing is divided any more
+        self.known = ""  # description of the last measurement: its sample and its result
+        self.did_not_fit: list[tuple[int, int]] = []  # in the last: examples, and cells
+        self.divided_since: int | None = None  # first step that was divided
         self.overwritten: set[str] = set()  # places that may differ after two pieces
-        self.notes: set[str] = set()  # what counts or notes rows: pieces go on with it
+        self.notes: set[str] = set()  # places that count or record rows: pieces continue them
 
     def full_state(self) -> State:
-        """Keep all that a pass may move: of libraries' modules the buffers."""
+        """Save everything that a pass may change; of library modules, the buffers."""
         has_parameters = not self._ranks.forward_is_shared
         return State(self._roots, self._ranks.bare, has_parameters=has_parameters)
 
@@ -107,14 +107,14 @@ class Certificate:
         )
 
     def is_new(self, kind: Kind, inputs: Inputs) -> bool:
-        """Tell whether no micro-batch of this kind was measured yet, or none with such labels."""
+        """Return whether no micro-batch of this kind or with such labels was measured yet."""
         if self.why_broken or kind in self._refused:
             return False
         return kind not in self._kinds or bool(self.new_classes(inputs))
 
     def new_classes(self, inputs: Inputs) -> frozenset[int]:
-        """Return the classes of a micro-batch that a loss might weight, unnoticed so far."""
-        # While all rows are of one class a mean that is weighted by class is one over rows.
+        """Return the unseen classes of a micro-batch that a loss might weight."""
+        # While all rows are of one class, a mean weighted by class is a mean over rows.
         there = samples.classes(inputs) if self._family.is_vouched else frozenset[int]()
         return there - self._classes if len(there) > 1 else frozenset()
 
@@ -133,7 +133,7 @@ class Certificate:
         has_exchanged: Callable[[], bool],
         scale: float = 1.0,
     ) -> None:
-        """Find out which weights make pieces add up; if none, raise IndivisibleError."""
+        """Measure which weights make pieces add up. Raises IndivisibleError if none does."""
         # A rank without two examples joins the passes of the others.
         kind, lent = batch_kind(layout, inputs), samples.idle(layout, inputs)
         weights = self._family.weights
@@ -156,15 +156,15 @@ class Certificate:
         except NotAdditiveError as error:
             self._refuse(kind, str(error))
             raise
-        if not told:  # nothing new: what is known holds
+        if not told:  # nothing new: earlier results hold
             self._next = self._computed + _SPARING * (comparison.cost or cells(inputs))
             return
-        # A new kind's gradient is measured once; the loss alone, later, costs a third.
+        # The gradient of a new kind is measured once; later only the loss, at a third of the cost.
         is_once = kind not in self._kinds and not self._ranks.measures_together
         cost = comparison.cost / 3 if is_once else comparison.cost
         self._next = self._computed + _SPARING * cost
         if layout.count(inputs) < 2:
-            return  # the rank was lent, and shows nothing of its own
+            return  # it only joined the others, and shows nothing of its own
         self._weights[layout.unit] = remaining
         self._kinds.add(kind)
         self._classes |= self.new_classes(inputs)
@@ -172,8 +172,8 @@ class Certificate:
         logger.info("%s", self.known)
 
     def looks_at(self, inputs: Inputs) -> bool:
-        """Tell whether rows are compared again before this micro-batch is divided."""
-        # What code of a user's does may depend on counts, and on labels.
+        """Return whether to compare rows again before this micro-batch is divided."""
+        # The user's code may depend on counts, and on labels.
         is_own = self._has_own_code and not self._ranks.measures_together
         is_own &= not self.why_broken
         return is_own and (
@@ -189,10 +189,10 @@ class Certificate:
         *,
         is_thorough: bool,
     ) -> None:
-        """Raise NotAdditiveError if code of a user's mixes rows, at one of several draws.
+        """Raise NotAdditiveError if the user's code mixes rows, at one of several draws.
 
-        Not where ranks compute each pass together (FSDP, ZeRO-3): a user's code that raises at one
-        of the draws on one of them would leave the others waiting.
+        Not where ranks compute each pass together (FSDP, ZeRO-3): if the user's code raised at one
+        of the draws on one rank, the others would wait.
         """
         if self._ranks.measures_together or not self._ranks.on_any(self._has_own_code):
             return
@@ -220,7 +220,7 @@ class Certificate:
 
     @contextmanager
     def _passes(self, loss: Loss, put_back: Callable[[], object], scale: float) -> Iterator[Passes]:
-        """Surround passes that can be compared; the gradients of training are put away."""
+        """Set up comparable passes, with the gradients of training put aside."""
         model = self._ranks.bare
         parameters = small_parameters(model) if self._is_trained else list(model.parameters())
         state = self.full_state()
@@ -241,11 +241,11 @@ class Certificate:
     def _judge(
         self, comparison: Comparison, asked: _Asked
     ) -> tuple[list[Measurement], list[Weight]]:
-        """Return what samples have shown, and the weights that fit, the same on all ranks."""
+        """Return the measurements, and the weights that fit, the same on all ranks."""
         told = self._measure(comparison, asked)
         fits = all(_fits(asked, one) for one in told)
         if self._ranks.on_any(bool(told) and fits and not _remaining(asked, told)):
-            comparison.is_thorough = True  # each fits by a weight that was not tried on another
+            comparison.is_thorough = True  # each fits by a weight not tried on the other
             told = self._measure(comparison, asked)
         if not told:
             if self._ranks.on_any(self.is_new(asked.kind, asked.inputs)):
@@ -272,10 +272,10 @@ class Certificate:
         told = comparison.first_conclusive(halves, is_gradient=is_gradient)
         self.did_not_fit = [(one.num, cells(one.whole)) for one in comparison.did_not_fit]
         if self._is_trained and not is_gradient and not (told and _fits(asked, told)):
-            is_gradient = True  # it decides: a loss may have a term without a gradient
+            is_gradient = True  # the gradient decides: a loss may have a term without one
             told = comparison.first_conclusive(halves, is_gradient=True)
         found = [told]
-        if is_first or told is None:  # made so that the weights differ most
+        if is_first or told is None:  # constructed so that the weights differ most
             cut = samples.short(layout, inputs)
             found.append(comparison.first_conclusive(cut, is_gradient=is_gradient))
         if is_gradient:
@@ -284,7 +284,7 @@ class Certificate:
         return [one for one in found if one is not None]
 
     def _measure_all(self, comparison: Comparison, asked: _Asked) -> Measurement | None:
-        """Measure all rows at once: cut short, or their loss alone, which keeps no activations."""
+        """Measure all rows at once: cut short, or by the loss alone, which keeps no activations."""
         layout, inputs = asked.layout, asked.inputs
         if not self._ranks.on_any(layout.count(inputs) > max(asked.num_fit, SHORT[0])):
             return None  # others had as many
@@ -300,7 +300,7 @@ class Certificate:
             few = samples.real(layout, inputs, asked.num_fit, asked.known)
             small = comparison.first_conclusive(few, is_gradient=False)
             if small is None or not _fits(asked, small):
-                return None  # it has a term without a gradient
+                return None  # the loss has a term without a gradient
         return told
 
     def _measure_classes(self, comparison: Comparison, asked: _Asked) -> Iterator[Measurement]:
@@ -331,7 +331,7 @@ def _describe_known(told: list[Measurement]) -> str:
 
 
 def batch_kind(layout: Layout, inputs: Inputs) -> Kind:
-    """Describe a batch by its tensors, and whether all is labelled; it reads the device."""
+    """Describe a batch by its tensors, and by whether all of it is labelled; reads the device."""
     tensors: list[tuple[str, torch.dtype, int, bool]] = []
     for name, value in sorted(inputs.items()):
         if torch.is_tensor(value):

@@ -1,4 +1,4 @@
-"""Comparison: compute a sample and its parts, and say how far apart they are."""
+"""Comparison: computes a sample and its parts, and measures the difference."""
 
 import math
 from collections.abc import Callable, Container, Iterator
@@ -25,27 +25,27 @@ from trainer_plugins.survival.exact.shares import (
 from trainer_plugins.survival.limit.limit import cells
 from trainer_plugins.survival.ranks.alone import Ranks
 
-# More than rounding makes of a right weight (1e-7 in float32, 2e-3 in bfloat16, at 16 and 28
-# layers), and less than a wrong one does. A loss is often taken in float32, whatever the model.
+# Above the rounding of a right weight (1e-7 in float32, 2e-3 in bfloat16, at 16 and 28 layers), and
+# below the error of a wrong one. Many models compute the loss in float32 whatever their type.
 _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4}
 _TOLERANCE_TF32 = 5e-3
 _TOLERANCE_LOW = 3e-2
 
 _LEAST_FRACTION = 1e-2  # of the largest gradient: a smaller one may be only rounding
 
-_OF_ROUNDING = 3.0  # times the error of other rounding: right weights were up to 2.1
+_OF_ROUNDING = 3.0  # times the error of other rounding; right weights reached 2.1
 
 _NOT_A_NUMBER = 1e9  # error of a part whose gradient or loss is not finite
 
-_SMALLEST_LOSS = 1e-2  # a smaller one may be rounding, as terms of GRPO cancel: see the gradient
+_SMALLEST_LOSS = 1e-2  # below, a loss may be rounding (terms of GRPO cancel): see the gradient
 
-_FORWARD = 1 / 3  # cost of a forward pass, as a part of a forward and backward pass
+_FORWARD = 1 / 3  # cost of a forward pass, relative to forward and backward
 
-_Measured = list[torch.Tensor]  # one tensor a parameter or a reduction, or the loss alone
+_Measured = list[torch.Tensor]  # one tensor per parameter or reduction, or only the loss
 
 
 class NotAdditiveError(IndivisibleError):
-    """Raised when the parts of a micro-batch were measured, and do not add up."""
+    """Raised when the parts of a micro-batch were measured and do not add up."""
 
 
 Loss = Callable[[Inputs, Divided | None], torch.Tensor]  # of inputs, which may be a part
@@ -53,18 +53,18 @@ Loss = Callable[[Inputs, Divided | None], torch.Tensor]  # of inputs, which may 
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """Holds what it takes that passes can be compared: each begins from the same state."""
+    """Everything needed to make passes comparable: each starts from the same state."""
 
     loss: Loss
-    scale: float  # what training multiplies the loss by before its backward pass
-    parameters: list[nn.Parameter]  # the parameters whose gradient is measured
+    scale: float  # factor that training applies to the loss before its backward pass
+    parameters: list[nn.Parameter]  # parameters whose gradient is measured
     watch: Watch
     state: State
     drawers: Drawers
     put_back: Callable[[], object]  # restores random numbers and metrics
 
     def begin(self, *, goes_on: bool = False, notes: Container[str] = ()) -> None:
-        """Begin a pass: with the state, or the `notes`, that the one before has left."""
+        """Begin a pass, keeping the state, or only the `notes`, of the one before if asked to."""
         if not goes_on and not notes:
             self.put_back()
         if not goes_on:
@@ -79,25 +79,25 @@ class Comparison:
         self, ranks: Ranks, weights: tuple[Weight, ...], passes: Passes, lent: Probe
     ) -> None:
         self._ranks, self._passes, self._lent = ranks, passes, lent
-        self.weights = weights  # the weights that are compared
-        self.likely = [*weights]  # of these the first is tried first, on each sample
-        self.is_thorough = False  # whether all are tried on each sample
+        self.weights = weights  # weights to compare
+        self.likely = [*weights]  # the first of these is tried first, on each sample
+        self.is_thorough = False  # try all of them on each sample
         self.why_inconclusive = "it takes two examples to measure that they add up"
-        self.cost = 0.0  # cells that were computed forward and backward
-        self.why_moved = ""  # why what passes have moved forbids a division; empty if nothing does
+        self.cost = 0.0  # cells computed forward and backward
+        self.why_moved = ""  # why a change made by passes forbids splitting; empty if none does
         self.overwritten: set[str] = set()  # places that a pass overwrites completely
-        self.notes: set[str] = set()  # what counts or notes rows, and changes no gradient
-        self.did_not_fit: list[Probe] = []  # on this rank or on another
+        self.notes: set[str] = set()  # places that count or record rows, and change no gradient
+        self.did_not_fit: list[Probe] = []  # on this rank or another
         self._is_gradient = True
 
     def look(self, class_weights: ClassWeights, few: Inputs) -> None:
-        """Compare by class weights too, if the loss of a few examples is weighted by some."""
+        """Also compare by class weights, if the loss of a few examples uses them."""
         self._passes.begin()
         attempt(lambda: class_weights.look(lambda: self._passes.loss(few, None)))
         self.weights = (*class_weights.weights, *self.weights)
 
     def end_with(self, samples: list[Probe]) -> None:
-        """Compute a whole and its parts last, which shows `gathers.py` how metrics add up."""
+        """Compute a whole and its parts last, to show `gathers.py` how metrics add up."""
         for sample in self._take_turns(samples):
             passed = [self._pass(some, sample=sample) for some in (sample.whole, *sample.parts)]
             if not self._ranks.on_any(any(isinstance(one, DidNotFit) for one in passed)):
@@ -105,7 +105,7 @@ class Comparison:
         raise IndivisibleError("there was no room to measure how its metrics add up")
 
     def first_conclusive(self, samples: list[Probe], *, is_gradient: bool) -> Measurement | None:
-        """Measure the largest sample that fits and tells; None, on every rank, if none does."""
+        """Measure the largest sample that fits and is conclusive; None on every rank if none is."""
         self._is_gradient = is_gradient
         for sample in self._take_turns(samples):
             if (told := self._measure(sample, is_idle=not samples)) is not None:
@@ -113,12 +113,12 @@ class Comparison:
         return None
 
     def _take_turns(self, samples: list[Probe]) -> Iterator[Probe]:
-        """Give as many samples as the rank with most has, the last one again where they end."""
+        """Yield as many samples as the rank with most has, repeating the last one."""
         for place in range(self._ranks.highest(len(samples))):
             yield samples[min(place, len(samples) - 1)] if samples else self._lent
 
     def describe(self, told: Measurement) -> str:
-        """Say that no weight fits, with the numbers, or that the same rows differ in each pass."""
+        """Report that no weight fits, with the numbers, or that equal rows differ in each pass."""
         self._is_gradient = told.is_gradient
         first, second = (self._pass(told.sample.whole) for _ in range(2))
         if not isinstance(first, DidNotFit) and not isinstance(second, DidNotFit):
@@ -179,8 +179,8 @@ class Comparison:
         return told
 
     def _choose_likely(self, sample: Probe) -> list[Weight]:
-        """Choose the likeliest weight, and those that are the same here: the others may not fit."""
-        # If it fits, one that counts this sample's parts otherwise does not.
+        """Choose the likeliest weight, and those equal on this sample: others may not fit."""
+        # If it fits, a weight that counts this sample's parts differently does not.
         if self.is_thorough or not self._is_gradient:  # the loss is multiplied afterwards
             return [*self.weights]
         first = self._ranks.highest(self.weights.index(self.likely[0]))
@@ -192,7 +192,7 @@ class Comparison:
         ]
 
     def _had_no_room(self, sample: Probe, measured: object) -> bool:
-        """Tell, the same on all ranks, whether a sample did not fit; it is noted then."""
+        """Return, identically on all ranks, whether a sample did not fit; record it if so."""
         did_not_fit = self._ranks.on_any(isinstance(measured, DidNotFit))
         if did_not_fit:
             self.did_not_fit.append(sample)
@@ -209,14 +209,14 @@ class Comparison:
         }
 
     def _is_rounding(self, told: Measurement, whole: _Measured, *, tells: bool) -> bool:
-        """Tell whether an error that no weight explains is only rounding, and proves nothing."""
-        # The gradients of chosen and rejected answers that are alike cancel, for one.
+        """Return whether an error that no weight explains is only rounding, and proves nothing."""
+        # For example, the gradients of chosen and rejected answers that are alike cancel.
         least = min(told.errors.values())
         if not self._is_gradient or not told.tolerance < least < _NOT_A_NUMBER:
             return False
         with round_differently(self._ranks.bare):
             again = self._pass(told.sample.whole)
-        # Without room for that it is not known, and a smaller sample has to tell.
+        # Without room for that pass we do not know, and a smaller sample decides.
         noise = math.inf if isinstance(again, DidNotFit) else _error(whole, [again])
         self.why_inconclusive = (
             f"its {self._what} is nothing but rounding on {told.sample.num} examples, so it cannot "
@@ -258,8 +258,8 @@ class Comparison:
     def _parts(
         self, sample: Probe, weights: list[Weight], moved: list[dict[str, Moved]]
     ) -> dict[Weight, list[_Measured]] | DidNotFit:
-        """Compute the parts of a sample by each of these weights; add what each part has moved."""
-        # What a module injects in the backward pass does not grow with the factor of the loss.
+        """Compute the parts of a sample by each of these weights; record each part's changes."""
+        # Gradients injected in a module's backward pass do not scale with the factor of the loss.
         parts: dict[Weight, list[_Measured]] = {weight: [] for weight in weights}
         for place, part in enumerate(sample.parts):
             passed: dict[float, _Measured] = {}
@@ -280,7 +280,7 @@ class Comparison:
         return parts
 
     def _look_at_state(self, sample: Probe, moved: list[dict[str, Moved]]) -> None:
-        """Find out whether pieces that each begin with the same state leave that of the whole."""
+        """Check whether pieces that start from the same state leave the same state as the whole."""
         # They do if each pass counts the same for any rows, or overwrites completely.
         again = self._pass(sample.parts[1], sample=sample, goes_on=True)
         after = self._passes.state.find_moved()
@@ -334,7 +334,7 @@ class Comparison:
             return attempt(lambda: self._value(some, whole))
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # the model's own, about a size that it never meets in training
+        except Exception as error:  # the model's own error, at a size it never meets in training
             self._ranks.part_failed(error)
             raise IndivisibleError(
                 f"a part of it cannot be computed: {type(error).__name__}: {error}"
@@ -345,7 +345,7 @@ class Comparison:
         return [loss.detach().cpu().double().reshape(1)]
 
     def _farthest(self, error: float) -> float:
-        """Return the error of the rank where it is largest; ranks vote by whole numbers."""
+        """Return the largest error of any rank; ranks vote by whole numbers."""
         error = min(error, _NOT_A_NUMBER) if math.isfinite(error) else _NOT_A_NUMBER
         return self._ranks.highest(round(1e9 * error)) / 1e9
 
@@ -359,9 +359,9 @@ class Comparison:
 
 
 def _is_note(key: str, value: Any) -> bool:
-    """Tell whether a place counts in whole numbers, or is a list that numbers are added to.
+    """Return whether a place is an integer count, or a list to which numbers are appended.
 
-    Statistics do neither. Tensors in a list may be a memory bank, which is used once it is full.
+    Statistics are neither. Tensors in a list may be a memory bank, which is used once it is full.
     """
     is_log = key.endswith(GROWN) and isinstance(value, list)
     return type(value) is int or (is_log and all(isinstance(one, (Number, str)) for one in value))
@@ -372,12 +372,12 @@ def _describe_rows(words: str) -> str:
 
 
 def report_no_room(line: str) -> str:
-    """Say that a measurement did not fit, with the first line of its error."""
+    """Report that a measurement did not fit, with the first line of its error."""
     return f"there was no room to measure whether its loss can be divided ({line})"
 
 
 def _error(whole: _Measured, parts: list[_Measured]) -> float:
-    """Return how far the weighted parts are from the whole, in the tensor that is farthest."""
+    """Return the distance of the weighted parts from the whole, in the farthest tensor."""
     least = _LEAST_FRACTION * max(float(one.norm()) for one in whole)
     worst = 0.0
     for one, *some in zip(whole, *parts, strict=True):

@@ -1,4 +1,4 @@
-"""Held: let passes in training mode draw no number, so that equal rows give equal results."""
+"""Held: makes passes in training mode draw no random numbers, so equal rows give equal results."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -17,24 +17,24 @@ from trainer_plugins.survival.attempt.generators import pythons_and_numpys
 # multiples are spread evenly, so half of the signs of `round_differently` are up.
 _GOLDEN = 0.6180339887498949
 
-_FAR = 4.0  # how many standard deviations from the mean a normal number at a level may be
+_FAR = 4.0  # farthest normal number at a level, in standard deviations
 
-_POINT, _DEVIATIONS = "held point", "held deviations"  # beside the arguments of an operation
+_POINT, _DEVIATIONS = "held point", "held deviations"  # added to the arguments of an operation
 
-_MOST_DIGITS = 64  # last digits between the numbers of rows: far less than a tolerance
+_MOST_DIGITS = 64  # last digits between the numbers of rows: far below any tolerance
 
 _Named = dict[str, Any]  # the arguments of an operation, by name
 
 
 class Drawers(ExitStack):
-    """Finds the modules that draw by Python's or numpy's generators, as SpecAugment does."""
+    """Finds the modules that draw from Python's or numpy's generators, as SpecAugment does."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self._open: list[nn.Module] = []
         self._found: list[nn.Module] = []
         self._last = pythons_and_numpys()
-        self.in_eval: list[nn.Module] = []  # what `to_eval` has put into eval mode
+        self.in_eval: list[nn.Module] = []  # modules that `to_eval` put into eval mode
         for module in model.modules():
             self.enter_context(module.register_forward_pre_hook(self._enter, prepend=True))
             self.enter_context(module.register_forward_hook(self._leave, always_call=True))
@@ -69,11 +69,11 @@ class Drawers(ExitStack):
 
 
 class HeldAt(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lets torch draw the same numbers for each row: near a level of [0, 1), or spread evenly."""
+    """Makes torch draw the same numbers for each row: near a level of [0, 1), or spread evenly."""
 
-    # Dropout keeps all, and noise is a fixed point within its bounds, in training mode, where batch
-    # statistics couple rows. Draws are caught in the dispatcher, in the forward passes of
-    # checkpointing too; `Drawers` finds what other generators draw.
+    # Dropout keeps everything, and noise is a fixed point within its bounds. Training mode stays
+    # on, in which batch statistics couple rows. We intercept draws in the dispatcher, including the
+    # forward passes of checkpointing; `Drawers` finds draws from other generators.
 
     supports_higher_order_operators = True  # such as flex_attention, which is passed on
 
@@ -111,13 +111,13 @@ def _place_of_dropout(func: Any) -> int | None:
 
 
 def _point(like: torch.Tensor) -> torch.Tensor:
-    """Return fixed numbers of [0, 1), which differ along the last of three dimensions."""
-    # A norm removes what is alike everywhere. Of fewer dimensions the last may be rows or tokens.
+    """Return fixed numbers in [0, 1), which differ along the last of three dimensions."""
+    # A norm removes a constant. With fewer dimensions the last may be rows or tokens.
     if like.dim() >= 3:
         return _spread(like.size(-1), like).to(like.dtype).expand_as(like)
     point = torch.full_like(like, _GOLDEN)
     if like.dim() and like.dtype in (torch.float32, torch.float64):
-        # Each row is a last digit lower, so that a sort of drawn numbers moves rows, as in mixup.
+        # Each row is a last digit lower, so that sorting drawn numbers moves rows, as in mixup.
         digits = torch.arange(len(like), device=like.device) % _MOST_DIGITS
         point -= torch.finfo(like.dtype).eps * digits.view(-1, *[1] * (like.dim() - 1))
     return point
@@ -184,7 +184,7 @@ _BY_FIX: dict[_Fix, tuple[str, ...]] = {
     _bernoulli: ("bernoulli", "bernoulli_"),
     _dropout: ("native_dropout",),
     _integers: ("randint", "randint_like", "random", "random_"),
-    # Not in their order: rows that are mixed with drawn others would be mixed with themselves.
+    # Not in order: otherwise code that mixes each row with a drawn one would mix it with itself.
     lambda result, _: result.copy_(torch.arange(len(result)).roll(1)): ("randperm",),
     _likeliest: ("multinomial",),
 }
@@ -193,7 +193,7 @@ _FIXES: dict[str, _Fix] = {f"aten::{name}": fix for fix, names in _BY_FIX.items(
 
 @contextmanager
 def round_differently(model: nn.Module) -> Iterator[None]:
-    """Move what each innermost module returns by its last digit: what changes much is rounding."""
+    """Change each innermost module's output in its last digit: a large effect is rounding."""
     with ExitStack() as hooks:
         for module in model.modules():
             if next(module.children(), None) is None:
@@ -210,5 +210,5 @@ def _move(_: nn.Module, __: object, output: object) -> object:
 
 
 def signs(num: int, like: torch.Tensor) -> torch.Tensor:
-    """Return as many numbers, each 1 or -1, in an order without a pattern."""
+    """Return that many numbers, each 1 or -1, in an order without a pattern."""
     return (1 - 2 * (_spread(num, like) < 0.5)).to(like.dtype)

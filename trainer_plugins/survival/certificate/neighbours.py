@@ -1,8 +1,8 @@
-"""Neighbours: find out whether a row comes out otherwise if the rows beside it are others.
+"""Neighbours: tests whether a row's result depends on the rows beside it.
 
-A measurement with all numbers held misses a module that mixes rows by chance. So rows pass twice,
-with the same random numbers and other rows beside them, at several draws. All shapes are the same,
-so a row that nothing mixes is the same to the last digit, in any type.
+Measuring with all random numbers held misses a module that mixes rows by chance. So we pass rows
+twice, at several draws, with the same random numbers and different rows beside them. All shapes are
+the same, so a row that nothing mixes is equal to the last digit, in any type.
 """
 
 import random
@@ -28,26 +28,26 @@ from trainer_plugins.wrapped import tensors_in
 _MOST_EXAMPLES = 16
 _NUM_SEEDS = 6
 
-# An event of one in a hundred happens at one of the two levels, or at both.
+# An event with probability 0.01 happens at one of the two levels, or at both.
 _LEVELS = (0.005, 0.995)
 
-# A module that gets the same rows may round them otherwise if it takes another kernel.
-_LEAST_CHANGE, _NUM_DIGITS = 1e-5, 4  # of a row, and last digits of its type
+# A module that gets the same rows may round them differently with another kernel.
+_LEAST_CHANGE, _NUM_DIGITS = 1e-5, 4  # relative to a row, and in last digits of its type
 
-_OF_ROUNDING = 3.0  # times what other rounding changes: a change up to that may be rounding
+_OF_ROUNDING = 3.0  # times the effect of other rounding: smaller changes may be rounding
 
 Draw = Callable[[], AbstractContextManager[object]]
 
 
 class _Rows(NamedTuple):
-    """Holds what a module returned: three numbers of each row."""
+    """A summary of a module's output: three numbers per row."""
 
     module: str
     marks: torch.Tensor
-    least: float  # the least change of a row that is not its rounding
+    least: float  # smallest change of a row that is not rounding
 
     def off(self, other: "_Rows") -> float:
-        """Return how far the same rows are apart, as a part of their size."""
+        """Return the relative distance between the same rows."""
         if self.marks.shape != other.marks.shape or not self.marks.numel():
             return 0.0
         off, size = (self.marks - other.marks).abs().amax(1), self.marks[:, 2].clamp(min=1e-30)
@@ -60,33 +60,33 @@ class _DoesNotFitError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Arranged:
-    """Holds a batch, and the same with other examples in its second half."""
+    """A batch, and the same batch with other examples in its second half."""
 
     one: Inputs
     other: Inputs
-    is_alike: torch.Tensor  # the rows that both have in the same place
+    is_alike: torch.Tensor  # rows that are equal in both batches
 
 
 @dataclass(slots=True)
 class _Passed:
     rows: list[_Rows]
-    drawn: list[object]  # the states of all generators after it
-    moved: dict[str, Moved]  # what it has moved
+    drawn: list[object]  # states of all generators after the pass
+    moved: dict[str, Moved]  # changes that the pass made
 
 
 @dataclass(slots=True)
 class Neighbours:
-    """Compares rows that pass beside others, on all ranks that measure together."""
+    """Compares rows next to different neighbours, on all ranks that measure together."""
 
     ranks: Ranks
-    sees_all: bool  # whether what the model returns compares rows, as its loss does
+    sees_all: bool  # the model's output compares rows, as its loss does
     loss: Callable[[Inputs], torch.Tensor]
     state: State
     put_back: Callable[[], object]  # restores random numbers and metrics
-    moves_state: bool = False  # whether a pass moved state: a later one may do otherwise
+    moves_state: bool = False  # a pass changed state, so later ones may differ
 
     def explain_mixed(self, layout: Layout, inputs: Inputs, *, is_thorough: bool) -> str:
-        """Say which module mixes rows, as far as the draws show; empty if none does."""
+        """Name a module that mixes rows, as far as the draws show; empty if none does."""
         is_of_rows = isinstance(layout, Rows)
         num = self.ranks.lowest(min(layout.count(inputs), _MOST_EXAMPLES) if is_of_rows else 0)
         draws = self._draws() if is_thorough else [nullcontext]
@@ -102,8 +102,8 @@ class Neighbours:
         for batches in arranged:
             one, other = (self._pass(some, batches, draw) for some in (batches.one, batches.other))
             if self.ranks.on_any(not (one and other)) or not (one and other):
-                return ""  # it raises with such numbers
-            # How many numbers are drawn may depend on the rows: then they are arranged otherwise.
+                return ""  # the model raises with such numbers
+            # The number of draws may depend on the rows: try another arrangement.
             if self.ranks.on_any(not is_same(one.drawn, other.drawn)):
                 continue
             pairs = len(one.rows) == len(other.rows) and bool(one.rows)
@@ -161,7 +161,7 @@ def _set_level(level: float) -> Iterator[None]:
 
 
 def _arrangements(layout: Rows, few: Inputs, num: int) -> list[_Arranged]:
-    """Put the first examples beside themselves; or the others in another order."""
+    """Put the first examples beside themselves, or the others in another order."""
     half = num // 2
     first, rest = [*range(half)], [*range(half, num)]
     one, arranged = layout.pick(few, [*first, *rest]), []
@@ -179,7 +179,7 @@ def _arrangements(layout: Rows, few: Inputs, num: int) -> list[_Arranged]:
 
 @contextmanager
 def _watch(model: nn.Module, is_alike: torch.Tensor, sees_all: bool) -> Iterator[list[_Rows]]:
-    """Note three numbers of each row that both batches have, wherever a module returns rows."""
+    """Record three numbers per row common to both batches, at each module that returns rows."""
     rows: list[_Rows] = []
 
     def note(name: str, module: nn.Module, _: object, output: object) -> None:
@@ -201,14 +201,14 @@ def _watch(model: nn.Module, is_alike: torch.Tensor, sees_all: bool) -> Iterator
 
 
 def _describe(one: _Passed, other: _Passed, again: _Passed, batches: _Arranged) -> str:
-    """Name the first module in which rows have changed by more than rounding."""
-    # A module inside may sort rows, and another put them back: the last one has to differ.
+    """Name the first module whose rows changed by more than rounding."""
+    # One module may sort rows and another restore their order: the last one must differ.
     if len(one.rows) != len(again.rows) or one.rows[-1].off(other.rows[-1]) <= one.rows[-1].least:
         return ""
     is_rounded = False
     for mine, theirs, rounded in zip(one.rows, other.rows, again.rows, strict=True):
         off, least = mine.off(theirs), mine.least
-        if is_rounded:  # from the first digit that differs on, it may be rounding that has grown
+        if is_rounded:  # once a digit differs, later differences may be amplified rounding
             least = max(least, _OF_ROUNDING * mine.off(rounded))
         is_rounded |= off > 0
         if off > least:

@@ -1,4 +1,4 @@
-"""Samples: choose rows of a micro-batch, and two parts of them that should add up to the whole."""
+"""Samples: chooses rows of a micro-batch, with two parts that should add up to the whole."""
 
 import math
 from dataclasses import dataclass, replace
@@ -10,19 +10,19 @@ from trainer_plugins.survival.exact.coupled import Divided
 from trainer_plugins.survival.exact.layouts import Layout, Rows
 from trainer_plugins.survival.exact.shares import IGNORED, Inputs, Weight
 
-SHORT = (4, 3, 2)  # how many examples short samples have, in the order of trying
+SHORT = (4, 3, 2)  # sizes of short samples, in examples, in the order of trying
 
-_MOST_CLASSES = 64  # most labels of a micro-batch that are taken for classes, and not for tokens
+_MOST_CLASSES = 64  # with more labels than this, they are tokens, not classes
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Holds some examples, and two parts that they are divided into."""
+    """Some examples, and the two parts that they are divided into."""
 
     whole: Inputs
     parts: tuple[Inputs, Inputs]
     nums: tuple[int, int]
-    words: str  # description of the sample, as in "4 of its rows (2 + 2)"
+    words: str  # description, such as "4 of its rows (2 + 2)"
 
     @property
     def num(self) -> int:
@@ -40,12 +40,12 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """Holds what a sample has shown."""
+    """The result of measuring one sample."""
 
     sample: Probe
-    errors: dict[Weight, float]  # by each weight tried, on the rank where parts are farthest
+    errors: dict[Weight, float]  # by weight, on the rank where parts are farthest from the whole
     tolerance: float
-    how: str  # how it was measured: "in training mode"
+    how: str  # the conditions: "in training mode"
     is_gradient: bool
 
     @property
@@ -93,7 +93,7 @@ def real(
 
 
 def _order_by_label(layout: Layout, inputs: Inputs) -> list[int]:
-    """Order rows by the mean of their labels; empty if all are alike, or lie in one row."""
+    """Order rows by the mean of their labels; empty if all are equal, or all in one row."""
     labels = inputs.get("labels")
     if not (isinstance(layout, Rows) and torch.is_tensor(labels) and labels.dim()):
         return []
@@ -106,7 +106,7 @@ def _order_by_label(layout: Layout, inputs: Inputs) -> list[int]:
 
 
 def classes(inputs: Inputs) -> frozenset[int]:
-    """Return the labels of a micro-batch; empty if they are no integers, or too many for that."""
+    """Return the labels of a micro-batch; empty if they are not integers, or too many."""
     labels = inputs.get("labels")
     if not torch.is_tensor(labels) or labels.is_floating_point():
         return frozenset()
@@ -121,7 +121,7 @@ def labels_of_rows(inputs: Inputs) -> frozenset[int]:
 
 
 def pair_classes(layout: Layout, inputs: Inputs, new: frozenset[int]) -> list[Probe]:
-    """Pair, for each of these classes, the row with most of it and the one with least."""
+    """Pair, for each of these classes, the rows with the largest and smallest share of it."""
     samples: list[Probe] = []
     if not isinstance(layout, Rows):
         return samples
@@ -142,13 +142,13 @@ def _spread(sample: Probe, weights: list[Weight]) -> float:
 
 
 def idle(layout: Layout, inputs: Inputs) -> Probe:
-    """Return a sample for a rank with fewer than two examples, which joins in others' passes."""
+    """Return a sample for a rank with fewer than two examples, which only joins others' passes."""
     lent = layout.probe(inputs, 1)
     return Probe(lent, (dict(lent), dict(lent)), (1, 1), "rows of another rank")
 
 
 def all_rows(layout: Layout, inputs: Inputs) -> Probe:
-    """Divide all examples, cut short where they can be: some couplings begin with this many."""
+    """Divide all examples, cut short where possible: some couplings start at a certain number."""
     num = layout.count(inputs)
     words = f"all {num} of its {layout.unit}, cut short"
     return _divide(layout, layout.probe(inputs, num), num // 2, num, words)

@@ -1,4 +1,4 @@
-"""Coupled losses: what a part's loss has to know of the whole micro-batch before parts add up."""
+"""Coupled losses: corrections that make the losses of parts add up, using the whole micro-batch."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -9,39 +9,39 @@ import torch
 from trainer_plugins.patched import Patches
 from trainer_plugins.survival.exact.shares import IGNORED, Inputs
 
-ROW = "survival_row"  # the name of the numbers of rows, among the inputs of a coupled loss
+ROW = "survival_row"  # name of the row numbers among the inputs of a coupled loss
 
 Compute = Callable[[Inputs], torch.Tensor]
 
 
 class Divided(NamedTuple):
-    """Holds inputs, and parts of them that are computed next."""
+    """Inputs, and the parts of them to compute next."""
 
     inputs: Inputs
     parts: tuple[Inputs, ...]
 
 
 class Coupling:
-    """Computes the loss of a part so that those of all parts add up to that of the whole."""
+    """Computes the loss of a part so that the losses of all parts add up to that of the whole."""
 
-    sees_all = False  # whether the code of a loss gets all rows, whatever the part
+    sees_all = False  # the loss code receives all rows, whatever the part
 
     def prepare(self, compute: Compute, whole: Divided) -> None:
-        """Compute what these parts have to know of each other."""
+        """Compute the facts that these parts need about each other."""
 
     def loss(self, compute: Compute, part: Inputs, whole: Divided) -> torch.Tensor:
-        """Compute the loss of a part; `compute` is that of inputs by themselves."""
+        """Compute the loss of a part; `compute` returns the loss of inputs on their own."""
         raise NotImplementedError
 
     def forget(self) -> None:
-        """Release what was kept of a micro-batch."""
+        """Release everything kept for a micro-batch."""
 
 
 class TwoMeans(Coupling):
-    """Knows a loss that adds a mean over tokens to one over rows, as ORPO's."""
+    """A loss that adds a mean over tokens to a mean over rows, such as ORPO's."""
 
-    # With the mean over tokens times a part's tokens per row, over those of the whole, all of the
-    # loss is a mean over rows. So is the metric that trainers log of it.
+    # We scale the mean over tokens by the part's tokens per row, divided by the whole's. The whole
+    # loss is then a mean over rows, and so is the metric that trainers log for it.
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class TwoMeans(Coupling):
         scaled: Callable[[float], AbstractContextManager[object]],
     ) -> None:
         self._num_tokens, self._num_rows = num_tokens, num_rows
-        self._scaled = scaled  # multiplies the mean over tokens by this while a loss is computed
+        self._scaled = scaled  # scales the mean over tokens while a loss is computed
 
     def loss(self, compute: Compute, part: Inputs, whole: Divided) -> torch.Tensor:
         of_whole = self._count_per_row(whole.inputs)
@@ -62,7 +62,7 @@ class TwoMeans(Coupling):
 
 
 def orpo(trainer: Any) -> TwoMeans:
-    """Describe ORPO's loss, whose mean goes over the tokens of the prompt too."""
+    """Describe ORPO's loss, whose mean also covers the tokens of the prompt."""
     if trainer.is_encoder_decoder:
         return cpo(trainer)
     return TwoMeans(
@@ -73,7 +73,7 @@ def orpo(trainer: Any) -> TwoMeans:
 
 
 def cpo(trainer: Any) -> TwoMeans:
-    """Describe CPO's loss, whose mean goes over the tokens of chosen answers."""
+    """Describe CPO's loss, whose mean covers the tokens of chosen answers."""
     first = 0 if trainer.is_encoder_decoder else 1
     return TwoMeans(
         lambda inputs: (inputs["chosen_labels"][:, first:] != IGNORED).sum(),
@@ -83,7 +83,7 @@ def cpo(trainer: Any) -> TwoMeans:
 
 
 def dpo_with_sft(trainer: Any) -> TwoMeans:
-    """Describe DPO's loss with "sft" among others: a mean over the tokens of chosen answers."""
+    """Describe DPO's loss if it includes "sft": a mean over the tokens of chosen answers."""
 
     def scale(factor: float) -> Patches:
         patches = Patches()
@@ -99,7 +99,7 @@ def dpo_with_sft(trainer: Any) -> TwoMeans:
     )
 
 
-_TERM = 4  # the place of the mean over tokens in what ORPO's and CPO's `concatenated_forward` gives
+_TERM = 4  # index of the mean over tokens in the result of ORPO's and CPO's `concatenated_forward`
 
 
 def _scale_output(trainer: Any, factor: float) -> Patches:

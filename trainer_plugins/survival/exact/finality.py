@@ -1,9 +1,9 @@
-"""Finality: tell which gradients a backward pass that failed half way has finished.
+"""Finality: decides which gradients a backward pass had finished when it failed.
 
-Autograd adds to a leaf's `.grad` once a backward pass, when all that flows into it is summed, so a
-`.grad` holds all of this pass or none of it (`holds_here` tries it). Three things break that: hooks
-that consume gradients (`refusals.py`), and (`explain_never_final`) a module that runs backward
-passes inside its own, and a weight used twice under reentrant checkpointing.
+Autograd adds to a leaf's `.grad` once per backward pass, when the sum of all contributions is
+complete, so a `.grad` holds all of this pass or none of it (`holds_here` tests that). Three things
+break it: hooks that consume gradients (`refusals.py`), a module that runs backward passes inside
+its own, and a weight used twice under reentrant checkpointing (both: `explain_never_final`).
 """
 
 from collections import Counter
@@ -23,17 +23,17 @@ from trainer_plugins.wrapped import base_model
 
 _PROBED_NUMBERS = 1 << 20
 
-# A third faster than a comprehension: each micro-batch reads all.
+# A third faster than a comprehension: each micro-batch reads all gradients.
 _gradient_of, _version_of = attrgetter("grad"), attrgetter("_version")
 
 
 class GradientMark:
-    """Marks a moment before a backward pass, to tell later which gradients it has changed."""
+    """Marks a moment before a backward pass, to determine later which gradients changed."""
 
-    # It keeps the gradients of its moment alive, so it must not outlive the backward pass.
+    # It keeps that moment's gradients alive, so it must not outlive the backward pass.
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        # Lists of tensors and numbers: a tuple a parameter would set off Python's collector.
+        # Lists of tensors and numbers: a tuple per parameter would trigger Python's collector.
         self._parameters = tuple(parameters)
         self._gradients = [*map(_gradient_of, self._parameters)]
         self._versions = [*map(_version_of, self._there())]
@@ -56,7 +56,7 @@ class GradientMark:
 
 @contextmanager
 def frozen(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Compute no gradient for these parameters inside, where forward and backward both are."""
+    """Compute no gradient for these parameters; the block must hold forward and backward."""
     changed = [p for p in parameters if p.requires_grad]
     for p in changed:
         p.requires_grad_(False)
@@ -68,13 +68,13 @@ def frozen(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 
 def holds_here() -> bool:
-    """Try on this torch to finish a backward pass that failed half way."""
+    """Test on this torch whether a backward pass that failed half way can be finished."""
 
     def fail(_: object) -> None:
         raise RuntimeError("half way")
 
     early, late = (nn.Parameter(torch.ones(2)) for _ in range(2))
-    # Both have a gradient after this: the versions have to tell.
+    # Both have a gradient after this, so versions must show the change.
     torch.autograd.backward((early * late).sum())
     mark = GradientMark((early, late))
     hidden = early * 2
@@ -93,7 +93,7 @@ def holds_here() -> bool:
 
 
 def hooks_of_gradients(model: nn.Module) -> Iterator[str]:
-    """Give every reason why hooks of parameters would see the gradients of pieces."""
+    """Yield every reason why hooks of parameters would see the gradients of pieces."""
     parameters = list(model.named_parameters())
     if name := next((n for n, p in parameters if _takes_gradient(p)), None):
         yield f"a hook takes the gradient of `{name}` inside the backward: it would get pieces"
@@ -103,16 +103,16 @@ def hooks_of_gradients(model: nn.Module) -> Iterator[str]:
 
 def _takes_gradient(parameter: nn.Parameter) -> bool:
     hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-    # DeepSpeed's hooks add up what they take: they are meant for several micro-batches.
+    # DeepSpeed's hooks add up gradients: they are made for several micro-batches.
     return any(not hook.__module__.startswith("deepspeed.") for hook in hooks.values())
 
 
 def explain_never_final(model: nn.Module, loss: Callable[[], torch.Tensor]) -> str:
-    """Say why a backward pass that failed half way cannot be resumed; empty if it can."""
+    """Return why a backward pass that failed half way cannot be resumed; empty if it can."""
 
     def work() -> list[str]:
         with replace_reentry(model), torch.enable_grad():
-            # `grad` accumulates nothing itself, and goes through every layer.
+            # `grad` itself accumulates nothing, and passes through every layer.
             torch.autograd.grad(loss(), small_parameters(model), allow_unused=True)
             return [name for name, p in model.named_parameters() if p.grad is not None]
 
@@ -131,7 +131,7 @@ def explain_never_final(model: nn.Module, loss: Callable[[], torch.Tensor]) -> s
 
 
 def small_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Choose small parameters of every depth: their gradients show every coupling."""
+    """Choose small parameters at every depth: their gradients show every coupling."""
     chosen: list[nn.Parameter] = []
     room = _PROBED_NUMBERS
     for parameter in sorted((p for p in model.parameters() if p.requires_grad), key=_num_numbers):
@@ -148,7 +148,7 @@ def _num_numbers(parameter: nn.Parameter) -> int:
 
 
 class Watch(ExitStack):
-    """Watches passes: how often each parameter is used in a pass, and whether under autocast."""
+    """Counts how often each parameter is used in a pass, and detects autocast."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class Watch(ExitStack):
 
     def _see(self, module: nn.Module, _: object) -> None:
         if torch._C._current_graph_task_id() != -1:
-            return  # checkpointing computes it again, in a backward pass
+            return  # checkpointing recomputes it in a backward pass
         self._uses.update(module.parameters(recurse=False))
         self._num_passes += module is self._model
         device = next((p.device.type for p in module.parameters(recurse=False)), None)
@@ -171,7 +171,7 @@ class Watch(ExitStack):
 
 @contextmanager
 def gradients_aside(model: nn.Module) -> Iterator[None]:
-    """Put the gradients away for a while, and drop what is accumulated inside."""
+    """Put the gradients away for a while, and drop any that accumulate inside."""
     aside = [(p, p.grad) for p in model.parameters()]
     for p, _ in aside:
         p.grad = None
@@ -184,7 +184,7 @@ def gradients_aside(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def replace_reentry(model: nn.Module) -> Iterator[None]:
-    """Replace reentrant checkpointing, through which `torch.autograd.grad` does not pass."""
+    """Replace reentrant checkpointing, which `torch.autograd.grad` cannot pass through."""
     with Patches() as patches:
         for module in filter(_reenters, model.modules()):
             function: Any = getattr(module, "_gradient_checkpointing_func", None)
@@ -197,7 +197,7 @@ def replace_reentry(model: nn.Module) -> Iterator[None]:
 
 def _find_shared(model: nn.Module, watch: Watch) -> str | None:
     base = base_model(model)
-    outside: set[nn.Parameter] = set()  # may be tied, and no checkpoint is around them
+    outside: set[nn.Parameter] = set()  # may be tied, and are outside any checkpoint
     for name in ("get_input_embeddings", "get_output_embeddings"):
         if (get := getattr(base, name, None)) is not None and (end := get()) is not None:
             outside.update(end.parameters())
@@ -208,7 +208,7 @@ def _find_shared(model: nn.Module, watch: Watch) -> str | None:
 
 
 def is_reentrant(model: nn.Module) -> bool:
-    """Tell whether a model computes activations again by reentrant checkpointing."""
+    """Return whether a model recomputes activations by reentrant checkpointing."""
     return any(map(_reenters, model.modules()))
 
 

@@ -1,8 +1,8 @@
-"""Gathers: hold the exchanges between ranks that a trainer makes for metrics in `compute_loss`.
+"""Gathers: holds back a trainer's exchanges of metrics between ranks in `compute_loss`.
 
-Other ranks take part once a micro-batch. So what each piece would send is noted, and the last piece
-sends it together, but nothing twice: its code, and so the metrics, see the numbers of the whole.
-Ranks that divide together exchange on the CPU (`Together.exchanges`), which cannot fail half way.
+Other ranks take part once per micro-batch. So we record the values that each piece would send, and
+the last piece sends them together, each once: its code, and so the metrics, see the numbers of the
+whole. Ranks that divide together exchange safely, on the CPU (`Together.exchanges`).
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -22,27 +22,26 @@ Exchange = Callable[..., torch.Tensor]
 
 
 class Exchanging:
-    """Is how a process exchanges that divides alone; `survival.ranks` overrides what differs."""
+    """Exchanges as a process that divides alone; `survival.ranks` overrides the differences."""
 
-    # Whether this rank has failed, and makes only the rest of a pass's collectives.
+    # This rank has failed, and only completes the collectives of a pass.
     is_finishing = False
-    # What replaces the accelerator's exchanges between ranks while a loss is computed, by name.
+    # Replacements for the accelerator's exchanges while a loss is computed, by name.
     exchanges: Mapping[str, Exchange] = {}
 
     def may_exchange(self) -> bool:
-        """Tell, the same on all ranks, whether they exchange the next metric; all of them ask."""
+        """Decide, identically on every rank, whether to exchange the next metric. Collective."""
         return True
 
 
 class Gathers:
-    """Stands before the exchanges of one Trainer's accelerator while its loss is computed."""
+    """Intercepts the exchanges of one Trainer's accelerator while its loss is computed."""
 
     def __init__(self, trainer: HfTrainer, ranks: Exchanging) -> None:
         self._trainer, self._ranks = trainer, ranks
-        self._answers: list[torch.Tensor] = []  # of this micro-batch, in the order of the code
+        self._answers: list[torch.Tensor] = []  # for this micro-batch, in the order of the code
         self._pieces: list[tuple[float, list[torch.Tensor]]] = []  # share and values of each
-        # By this piece, or by the one that has failed and whose collectives this rank still makes;
-        # None: it exchanges.
+        # Values of this piece, or of a failed one with collectives to complete; None: exchange.
         self._brought: list[torch.Tensor] | None = None
         self._share = 1.0
         self._merges: list[Merge] = []
@@ -62,10 +61,10 @@ class Gathers:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Surround a call of `compute_loss`: only there the accelerator's exchanges come here."""
+        """Intercept the accelerator's exchanges during one call of `compute_loss`."""
         self._index = 0
         if self._brought is None and not (self._pieces or self._accelerator.use_distributed):
-            yield  # one process gets back what it gives
+            yield  # a single process gets its own value back
             return
         with Patches() as patches:
             for name in _EXCHANGES:
@@ -83,7 +82,7 @@ class Gathers:
 
     @contextmanager
     def apart(self) -> Iterator[list[torch.Tensor]]:
-        """Surround passes that reach no other rank; gives what they would have sent."""
+        """Surround passes that reach no other rank; yields the values they would have sent."""
         before, brought = self._brought, list[torch.Tensor]()
         self._brought = brought
         try:
@@ -92,15 +91,15 @@ class Gathers:
             self._brought = before
 
     def has_exchanged(self) -> bool:
-        """Tell whether a pass since this piece, or inside `apart`, would have exchanged."""
+        """Return whether a pass since this piece, or inside `apart`, would have exchanged."""
         return bool(self._brought)
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """Surround a measurement, whose last passes, a probe and its parts, show how values add."""
+        """Surround a measurement; its last passes, a probe and parts, show how values add up."""
         with self.apart() as brought:
             yield
-        num = self._index  # in each pass
+        num = self._index  # per pass
         if 0 < 3 * num <= len(brought):
             last = brought[-3 * num :]
             self._merges = [_merge(*last[index::num]) for index in range(num)]
@@ -114,7 +113,7 @@ class Gathers:
         self._index += 1
         if self._brought is not None:
             self._brought.append(value.detach())
-            return value  # metrics of a piece are thrown away
+            return value  # the metrics of a piece are discarded
         if index < len(self._answers):
             return self._answers[index].to(value.device)
         if self._pieces and not self._ranks.is_finishing:
@@ -126,7 +125,7 @@ class Gathers:
         if self._ranks.exchanges:
             value = value.detach().cpu()
         if not self._ranks.may_exchange():
-            return value.to(device)  # a rank has failed: what is computed now is thrown away
+            return value.to(device)  # a rank has failed: results from here on are discarded
         self._is_exchanging = True
         try:
             answer = exchange(value, *args, **options)
@@ -139,16 +138,16 @@ class Gathers:
             ) from None
         finally:
             self._is_exchanging = False
-        if is_shared:  # one process gets back what it gave, and the graph with it
+        if is_shared:  # a single process gets its own value back, with its graph
             self._answers.append(answer)
         return answer.to(device)
 
 
 def _merge(whole: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> Merge:
-    """Find out how values of parts become that of the whole: concatenated, as a sum or a mean."""
+    """Determine how values of parts become the whole's: concatenated, summed or averaged."""
     if whole.dim() and len(whole) == len(first) + len(second):
         return lambda values, _: torch.cat(values)
-    # Zeros would be both. Counts are sums; other zeros are likelier means (no answer was right).
+    # Zeros fit both. Counts are sums; other zeros are more likely means (no answer was right).
     is_sum = bool(whole.any()) and torch.allclose(whole, first + second, rtol=0.05, atol=0)
     if is_sum or not whole.is_floating_point():
         return lambda values, _: torch.stack(values).sum(0)

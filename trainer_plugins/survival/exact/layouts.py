@@ -1,4 +1,4 @@
-"""Layouts: find out how examples lie in a micro-batch, and take some of them out."""
+"""Layouts: finds how examples are arranged in a micro-batch, and extracts some of them."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -19,7 +19,7 @@ from trainer_plugins.survival.exact.shares import (
     width_of,
 )
 
-# Endings of the names of what may be given once for all rows, with a first dimension of 1.
+# Name endings of tensors that all rows may share, with a first dimension of 1.
 _SHARED = ("position_ids", "attention_mask", "token_type_ids")
 
 _CUMULATIVE = ("cu_seq_lens_q", "cu_seq_lens_k")
@@ -27,18 +27,18 @@ _LONGEST = ("max_length_q", "max_length_k")
 
 
 class Rows:
-    """Knows the layout in which every tensor has one row an example."""
+    """The layout in which every tensor has one row per example."""
 
-    unit = "rows"  # what is counted, in the plural
+    unit = "rows"  # unit to count, in the plural
     per_example = 1
 
     def __init__(self, boundary: int | None = None) -> None:
-        self._boundary = boundary  # `rope_boundary` of the model
+        self._boundary = boundary  # the model's `rope_boundary`
 
     def count(self, inputs: Inputs) -> int:
-        """Count the examples; 0 if the micro-batch does not lie this way."""
+        """Count the examples; 0 if the micro-batch has another layout."""
         num_rows = _num_rows(inputs)
-        # Without position ids, positions go to the padded length of all rows.
+        # Without position ids, positions extend to the padded length of all rows.
         positions = inputs.get("position_ids")
         if self._boundary is not None and torch.is_tensor(positions) and positions.dim() == 2:
             _check_one_side((positions.amax(1) + 1).tolist(), self._boundary)
@@ -86,17 +86,17 @@ class Rows:
         is_one_a_row = torch.is_tensor(labels) and labels.dim() == 1
         is_class = is_one_a_row and not labels.is_floating_point()
         if num > 2 and is_class and bool((inputs["labels"] == IGNORED).any()):
-            # One of them does not count. Without any such, a loss may not know that label.
+            # One of them does not count. Without such a label a loss may not know it.
             few["labels"] = torch.cat([labels[:-1].clamp(min=0), labels.new_full((1,), IGNORED)])
         texts = {n: value for n, value in few.items() if n.endswith(TEXT) and _is_text(value)}
-        # Of a mask of four dimensions, or features of three, the columns are not known.
+        # The columns of a four-dimensional mask, or of three-dimensional features, are unknown.
         if all(_dims(value) < 2 for name, value in few.items() if name not in texts):
             few.update(cut_short(texts, num))
         return _move_answers(few, num)
 
 
 class Pairs(Rows):
-    """Knows TRL's layout of pairs: all chosen rows, then all rejected; some tensors have half."""
+    """TRL's layout of pairs: all chosen rows, then all rejected; some tensors have half."""
 
     unit = "pairs"
     per_example = 2
@@ -113,7 +113,7 @@ class Pairs(Rows):
 
 
 class Completions(Rows):
-    """Knows TRL's layout of generated rows: a prompt, padded on its left, and its completion."""
+    """TRL's layout of generated rows: a prompt, padded on the left, and its completion."""
 
     unit = "completions"
 
@@ -121,14 +121,14 @@ class Completions(Rows):
         return super().count(inputs) if "completion_ids" in inputs else 0
 
     def longest(self, inputs: Inputs, num_tokens: int | None) -> Batch:
-        """Return the rows as if each completion had `num_tokens` tokens, the most that it may."""
+        """Return the rows as if each completion had `num_tokens` tokens, the allowed maximum."""
         missing = (num_tokens or 0) - inputs["completion_ids"].size(1)
         long = self._cut_texts(inputs, None, lambda text: pad(text, (0, max(0, missing))))
         long["completion_mask"] = torch.ones_like(long["completion_mask"])
         return long
 
     def shorten(self, inputs: Inputs, part: float) -> Batch:
-        """Return the rows with this part of their tokens, from both sides of a prompt's end."""
+        """Return the rows with this fraction of their tokens, on both sides of the prompt's end."""
         num_prompt = math.ceil(part * inputs["prompt_ids"].size(1))
         num = math.ceil(part * inputs["completion_ids"].size(1))
         return self._cut_texts(inputs, num_prompt, lambda text: text[:, :num])
@@ -138,14 +138,14 @@ class Completions(Rows):
         few = self._cut_texts(few, PROBE_TOKENS, lambda text: text[:, :PROBE_TOKENS])
         few["completion_mask"] = torch.ones_like(few["completion_mask"])
         few["completion_mask"][0, PROBE_TOKENS // 3 :] = 0
-        # If a group has equal rewards they are all 0, and there would be no gradient to measure.
+        # If a group's rewards are equal, all are 0, and there would be no gradient to measure.
         few["advantages"] = torch.ones_like(few["advantages"])
         return few
 
     def _cut_texts(
         self, inputs: Inputs, num_prompt: int | None, cut: Callable[[torch.Tensor], torch.Tensor]
     ) -> Batch:
-        """Keep the last tokens of the prompts, and cut all that has the width of completions."""
+        """Keep the last tokens of the prompts, and cut everything as wide as the completions."""
         texts, width = dict(inputs), inputs["completion_ids"].size(1)
         for name, value in inputs.items():
             if name.startswith("prompt_"):
@@ -156,7 +156,7 @@ class Completions(Rows):
 
 
 class Packed:
-    """Knows the layout of several sequences in one row; each begins where `position_ids` is 0."""
+    """Several sequences packed into one row; each begins where `position_ids` is 0."""
 
     unit = "sequences"
 
@@ -231,11 +231,11 @@ class Packed:
         return taken
 
 
-Layout = Rows | Packed  # a way in which examples lie in a micro-batch
+Layout = Rows | Packed  # an arrangement of examples in a micro-batch
 
 
 def find_layout(layouts: Iterable[Layout], inputs: Inputs) -> Layout:
-    """Return the first layout that fits a micro-batch; without one it is indivisible."""
+    """Return the first layout that fits a micro-batch. Raises IndivisibleError if none does."""
     for layout in layouts:
         if layout.count(inputs) > 0:
             return layout
@@ -265,12 +265,12 @@ def _is_text(value: object) -> bool:
 
 
 def _is_shared(name: str, value: object) -> bool:
-    """Tell whether all rows share a tensor, as position ids of the shape [1, tokens]."""
+    """Return whether all rows share a tensor, such as position ids of the shape [1, tokens]."""
     return name.endswith(_SHARED) and _dims(value) >= 2 and _length(value) == 1
 
 
 def _move_answers(few: Batch, num: int) -> Batch:
-    """Move answers into rows that were cut short; the last of several lies outside, uncounted."""
+    """Move answers into shortened rows; of three or more, the last lies outside, uncounted."""
     for name in (name for name in ANSWERS if torch.is_tensor(few.get(name))):
         width = width_of(few)
         few[name] = few[name].clamp(max=width - 1)
@@ -280,7 +280,7 @@ def _move_answers(few: Batch, num: int) -> Batch:
 
 
 def _length(value: object) -> int | None:
-    """Return how many rows a value has; None for a flag or a number, which rows share."""
+    """Return the number of rows of a value; None for a flag or a number, which rows share."""
     if torch.is_tensor(value):
         return len(value) if value.dim() else None
     if value is None or isinstance(value, bool | int | float | str):
@@ -291,7 +291,7 @@ def _length(value: object) -> int | None:
 
 
 def _num_rows(inputs: Inputs) -> int:
-    """Return how many rows the token ids have, or else the first tensor that has rows."""
+    """Return the number of rows of the token ids, or of the first tensor that has rows."""
     for name, value in inputs.items():
         if name.endswith("input_ids"):
             return (_length(value) or 0) if torch.is_tensor(value) else 0

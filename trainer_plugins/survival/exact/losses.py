@@ -1,7 +1,7 @@
 """Losses: which of them are sums over examples, by the class that computes them.
 
-No measurement proves that no examples are coupled (KTO's loss is additive at step 0), so what is
-allowed is listed, and measured before it is used (`certificate.py`). What is not listed is refused.
+No measurement proves that examples are independent (KTO's loss is additive at step 0). So we list
+the losses that we allow, and measure each before use (`certificate.py`). All others are refused.
 """
 
 import inspect
@@ -21,14 +21,14 @@ from trainer_plugins.wrapped import base_model
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Holds what losses of one kind have in common."""
+    """The common properties of one kind of losses."""
 
-    layouts: tuple[Layout, ...]  # how examples may lie, asked in order
-    weights: tuple[shares.Weight, ...]  # those in question; a measurement decides between them
-    share: shares.Weight  # the weight for averages over pieces of the metrics that a trainer logs
-    coupling: coupled.Coupling | None = None  # what a part has to know of the whole
-    is_vouched: bool = False  # whether the user says that the loss is one of these kinds
-    delegated_to: type | None = None  # whose `compute_loss` the user's must call, and no more
+    layouts: tuple[Layout, ...]  # possible arrangements of examples, tried in order
+    weights: tuple[shares.Weight, ...]  # candidates, between which a measurement decides
+    share: shares.Weight  # the weight for averaging logged metrics over pieces
+    coupling: coupled.Coupling | None = None  # how a part depends on the whole
+    is_vouched: bool = False  # the user says that the loss is of one of these kinds
+    delegated_to: type | None = None  # the user's `compute_loss` may only call this one's
 
 
 VOUCH = (
@@ -39,10 +39,10 @@ VOUCH = (
 
 @dataclass(frozen=True, slots=True)
 class NoFamily:
-    """Says why a loss belongs to no family."""
+    """The reason a loss belongs to no family."""
 
     why: str
-    can_vouch: bool = False  # whether it may be a sum: if a user vouches, it is measured
+    can_vouch: bool = False  # it may be a sum: if the user vouches, we measure it
 
     @property
     def words(self) -> str:
@@ -66,7 +66,7 @@ _ROWS = Family((Rows(),), (shares.ROWS,), shares.ROWS)
 _SPEECH = Family((Rows(),), (shares.ROWS, shares.SUM), shares.ROWS)
 _COMPLETIONS = Family((Completions(),), (shares.ROWS,), shares.COMPLETION_TOKENS)
 _PAIRS = Family((Pairs(),), (shares.ROWS,), shares.ROWS)
-# Of losses that compare rows (`seam.py`).
+# For losses that compare rows (`seam.py`).
 _SEEN_ROWS = Family((Rows(),), (shares.ALL_ROWS,), shares.ROWS)
 _SEEN_PAIRS = Family((Pairs(),), (shares.ALL_ROWS,), shares.ROWS)
 _VOUCHED = Family(
@@ -76,7 +76,7 @@ _VOUCHED = Family(
     is_vouched=True,
 )
 
-# By `model.loss_type`, which transformers derives from a model's class (LOSS_MAPPING).
+# By `model.loss_type`, which transformers derives from the model's class (LOSS_MAPPING).
 _BY_MODEL = {
     "ForCausalLM": _CAUSAL,
     "ForConditionalGeneration": _CAUSAL,
@@ -88,7 +88,7 @@ _BY_MODEL = {
     "ForAudioClassification": _CLASSES,
 }
 
-# By the end of a class's name, where there is no such type: the loss is in its `forward`.
+# By the end of the class name, for models without a loss_type: their loss is in `forward`.
 _BY_NAME = {
     "ForMultipleChoice": _CLASSES,
     "ForNextSentencePrediction": _CLASSES,
@@ -117,7 +117,7 @@ _DPO = (
     "sft",
     "bco_pair",
 )
-_DPO_SORTED = ("aot", "aot_unpaired")  # compare pairs
+_DPO_SORTED = ("aot", "aot_unpaired")  # these compare pairs
 
 _GRPO = {
     **dict.fromkeys(("grpo", "dr_grpo", "sapo", "luspo"), shares.ROWS),
@@ -125,14 +125,14 @@ _GRPO = {
     "bnpo": shares.COMPLETION_TOKENS,
 }
 
-# Through these rows of CLIP, SigLIP and others pass by themselves; their embeddings are compared.
+# In CLIP, SigLIP and others, rows pass through these independently; embeddings are compared.
 _TOWERS = ("text_model", "vision_model")
 
 
 def family_of(
     trainer: HfTrainer, compute_loss: Callable[..., Any] | None = None, *, is_vouched: bool = False
 ) -> Family | NoFamily:
-    """Find the family of a loss, or say why it has none; a vouched one is a sum or a mean."""
+    """Find the family of a loss, or why it has none; a vouched loss is a sum or a mean."""
     compute_loss = compute_loss or trainer.compute_loss
     found = _family_of(trainer, compute_loss)
     if isinstance(found, NoFamily) and found.can_vouch and not is_vouched:
@@ -154,7 +154,7 @@ def family_of(
 
 
 def _is_regularized(trainer: HfTrainer) -> bool:
-    """Tell whether AdaLoRA adds a term (peft, AdaLoraModel.forward) to a sum over the window."""
+    """Return whether AdaLoRA (peft, AdaLoraModel.forward) adds a term to a sum over the window."""
     tuner = getattr(trainer.model, "base_model", None)
     configs = getattr(tuner, "peft_config", None)
     adapter = getattr(tuner, "trainable_adapter_name", None)
@@ -179,11 +179,11 @@ def _family_of(trainer: HfTrainer, compute_loss: Callable[..., Any]) -> Family |
     if any(kind.__name__ == "BCOTrainer" for kind in kinds):
         why = "its reward baseline is a mean over the micro-batch"
         return NoFamily(f"the loss of {type(trainer).__name__} cannot be divided: {why}")
-    if callable(trainer.compute_loss_func):  # trl's GRPO passes a string as a marker
+    if callable(trainer.compute_loss_func):  # TRL's GRPO passes a string as a marker
         return _unknown(
             "compute_loss_func is a loss of your own, and whether it can be divided is not known"
         )
-    # TRL's trainers have a second method by that name, which is the one to override.
+    # TRL's trainers have a second method of that name, which is the one to override.
     owner = next(c for c in kinds if vars(c).keys() & {"compute_loss", "_compute_loss"})
     library = owner.__module__.partition(".")[0]
     here = getattr(compute_loss, "__module__", "").partition(".")[0]
@@ -245,7 +245,7 @@ def _family_of_model(trainer: HfTrainer) -> Family | NoFamily:
 def _family_of_sft(trainer: HfTrainer) -> Family | NoFamily:
     if replaced := find_replaced_loss(trainer.model):
         return _unknown(f"{replaced}, and whether that loss can be divided is not known")
-    # trl before 1.3 averages entropy over prompts too; with Liger there is an accuracy instead.
+    # trl before 1.3 also averages entropy over prompts; with Liger there is an accuracy instead.
     return (
         _CAUSAL if trainer.args.use_liger_kernel else replace(_CAUSAL, share=shares.ATTENDED_TOKENS)
     )
@@ -264,7 +264,7 @@ def _family_of_dpo(trainer: Any) -> Family | NoFamily:
 
 
 def _find_seam(trainer: Any, family: Family) -> Family | NoFamily:
-    """Put the seam around models that return few numbers a token, and no logits (trl 1.16)."""
+    """Put the seam around models that return few numbers per token, and no logits (trl 1.16)."""
     own = next(kind for kind in type(trainer).__mro__ if kind.__module__.startswith("trl."))
     if "fused_lm_head" not in inspect.getsource(own):
         return NoFamily(
@@ -314,7 +314,7 @@ def _family_of_grpo(trainer: Any) -> Family | NoFamily:
 _BY_TRAINER: dict[tuple[str, str], Callable[[HfTrainer], Family | NoFamily]] = {
     ("transformers", "Trainer"): _family_of_model,
     ("sentence_transformers", "SentenceTransformerTrainer"): _family_of_sentences,
-    ("sentence_transformers", "BaseTrainer"): _family_of_sentences,  # from 5.5 on
+    ("sentence_transformers", "BaseTrainer"): _family_of_sentences,  # since 5.5
     ("trl", "SFTTrainer"): _family_of_sft,
     ("trl", "RewardTrainer"): lambda _: _PAIRS,
     ("trl", "DPOTrainer"): _family_of_dpo,
@@ -324,4 +324,4 @@ _BY_TRAINER: dict[tuple[str, str], Callable[[HfTrainer], Family | NoFamily]] = {
     ("trl", "GKDTrainer"): lambda _: _NEXT_TOKENS,
     ("trl", "GRPOTrainer"): _family_of_grpo,
     ("trl", "RLOOTrainer"): lambda _: _COMPLETIONS,
-}  # what computes the loss, by the library and the name of the class
+}  # by the library and the name of the class that computes the loss

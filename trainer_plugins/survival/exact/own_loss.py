@@ -1,8 +1,8 @@
-"""Own loss: whether a loss comes from the code of a library's class, or from a user's.
+"""Own loss: decides whether a loss comes from a library's code or from a user's.
 
-Hooks, patches and an entry of LOSS_MAPPING can give another loss under a known name, which a
+Hooks, patches and entries of LOSS_MAPPING can put another loss under a known name, which a
 measurement may miss. A user's `compute_loss` may only call a library's, as LLaMA-Factory's SFT and
-axolotl do: each call is watched, and a loss that did not come from the library is not divided.
+axolotl do: we watch each call, and do not divide a loss that did not come from the library.
 """
 
 import functools
@@ -32,7 +32,7 @@ _AMONG_RANKS = {"all_reduce", "all_gather", "all_gather_object", "reduce", "barr
 
 
 def find_replaced_loss(model: nn.Module) -> str:
-    """Say what code of a user computes, or may change, a model's loss; empty if none does."""
+    """Name the user's code that computes, or may change, a model's loss; empty if there is none."""
     for module in _around_the_loss(model):
         kind = type(module).__name__
         for hook in module._forward_hooks.values():
@@ -62,7 +62,7 @@ def find_replaced_loss(model: nn.Module) -> str:
 
 
 def _sets(owner: type, loss_type: object) -> bool:
-    """Tell whether a class of transformers sets that `loss_type` itself, as T5Gemma does."""
+    """Return whether a transformers class sets this `loss_type` itself, as T5Gemma does."""
     if not owner.__module__.startswith("transformers.models."):
         return False
     try:
@@ -72,10 +72,10 @@ def _sets(owner: type, loss_type: object) -> bool:
 
 
 def _around_the_loss(model: nn.Module) -> Iterator[nn.Module]:
-    """Give the modules that hand the loss on, from the outermost to the one that computes it."""
+    """Yield the modules that pass the loss on, from the outermost to the one that computes it."""
     inner: Any = unwrap(model)
     yield inner
-    if hasattr(inner, "get_base_model"):  # PEFT's wrapper, and what it wraps
+    if hasattr(inner, "get_base_model"):  # PEFT's wrapper, and the model inside
         tuner, base = inner.base_model, inner.get_base_model()
         if tuner is not base:
             yield tuner
@@ -83,23 +83,23 @@ def _around_the_loss(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def find_owner(trainer: HfTrainer, compute_loss: Callable[..., Any]) -> type | None:
-    """Find the library's class that a user's `compute_loss` may call, if it can be watched."""
+    """Find the library class that a user's `compute_loss` may call, if it can be watched."""
     if isinstance(compute_loss, Delegation):
         compute_loss = compute_loss.original
     function = getattr(compute_loss, "__func__", None)
     if function is None or function is not getattr(type(trainer), "compute_loss", None):
-        return None  # put on the instance
+        return None  # set on the instance
     for kind in type(trainer).__mro__:
         own = vars(kind).get("compute_loss")
         if kind.__module__.partition(".")[0] in _LIBRARIES:
             if own is not None:
                 return None if is_users_function(own) else kind
-        elif "_compute_loss" in vars(kind):  # of TRL's own two, the inner one
+        elif "_compute_loss" in vars(kind):  # of TRL's two, the inner one
             return None
         elif own is not None:
             code = getattr(inspect.unwrap(own), "__code__", None)
             names = set(code.co_names) if code is not None else set()
-            # Pieces are of one rank: no other rank would answer what it exchanges for each.
+            # Pieces belong to one rank: no other rank would answer an exchange for each of them.
             is_shared = trainer.args.world_size > 1 and bool(names & _AMONG_RANKS)
             if "compute_loss" not in names or is_shared:
                 return None
@@ -107,13 +107,13 @@ def find_owner(trainer: HfTrainer, compute_loss: Callable[..., Any]) -> type | N
 
 
 class _Call(NamedTuple):
-    is_same: bool  # whether it got the same model, rows and number of items
+    is_same: bool  # it got the same model, rows and number of items
     loss: Any
     num_changes: int
 
 
 class Delegation:
-    """Calls a user's `compute_loss`, and notes whether it returned what the library computed."""
+    """Calls a user's `compute_loss`, and checks whether it returned the library's result."""
 
     def __init__(self, trainer: HfTrainer, original: Callable[..., Any], known: type) -> None:
         self._trainer, self.original = trainer, original
@@ -125,7 +125,7 @@ class Delegation:
 
     def __call__(self, model: nn.Module, inputs: Inputs, **options: Any) -> Any:
         given = {name: (value, _num_changes(value)) for name, value in inputs.items()}
-        if model not in self._parameters:  # listed once: it takes milliseconds
+        if model not in self._parameters:  # listing them takes milliseconds, so do it once
             self._parameters[model] = tuple(model.parameters())
         before = GradientMark(self._parameters[model])
         calls: list[_Call] = []

@@ -1,10 +1,10 @@
-"""Seam: let rows pass through a model in pieces while the loss behind it sees all of them.
+"""Seam: passes rows through a model in pieces while the loss behind it sees all of them.
 
-For losses that compare rows, as contrastive ones and KTO's baseline. Once, without gradients, all
-rows pass through the modules at the seam, piece by piece, and what they return is kept. Then each
-piece passes again with gradients, with the same random numbers; the loss is computed on its outputs
-and on those kept of all others. The gradient of a loss is the sum over rows of what its gradient by
-their outputs makes of their weights, so the pieces add up. Caching losses (GradCache) do the same.
+This is for losses that compare rows, such as contrastive ones and KTO's baseline. First all rows
+pass through the modules at the seam without gradients, piece by piece, and we keep the outputs.
+Then each piece passes again with gradients and the same random numbers; the loss is computed on its
+outputs and the kept outputs of all others. By the chain rule the gradient is a sum over rows, so
+the pieces add up. Caching losses (GradCache) do the same.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,8 +23,8 @@ from trainer_plugins.survival.exact.finality import frozen
 from trainer_plugins.survival.exact.shares import IndivisibleError, Inputs
 from trainer_plugins.wrapped import tensors_in
 
-_Rows = tuple[int, ...]  # places in the whole
-_Passed = Callable[[Any, _Rows], Any]  # a module's outputs: those kept of all, with these rows' own
+_Rows = tuple[int, ...]  # positions in the whole
+_Passed = Callable[[Any, _Rows], Any]  # a module's outputs: kept, plus these rows
 
 
 @dataclass(slots=True)
@@ -35,19 +35,19 @@ class _SeamCall:
 
 
 class Seam(Coupling):
-    """Knows modules through which rows pass by themselves, in a loss that compares rows."""
+    """Modules through which rows pass independently, in a loss that compares rows."""
 
     sees_all = True
 
     def __init__(self, trainer: Any, modules: Iterable[nn.Module]) -> None:
         self._trainer, self._modules = trainer, list(modules)
         self._whole: Inputs | None = None
-        self._calls: list[_SeamCall] = []  # of one computation of the loss, in their order
-        self._passed: set[_Rows] = set()  # the pieces that have passed in all of them
+        self._calls: list[_SeamCall] = []  # of one computation of the loss, in order
+        self._passed: set[_Rows] = set()  # pieces that have passed in all of them
         self._next, self._is_inside = 0, False
 
     def prepare(self, compute: Compute, whole: Divided) -> None:
-        """Let the rows of those parts pass that have not passed, without gradients."""
+        """Pass the missing rows of these parts through the modules, without gradients."""
         if self._whole is not whole.inputs or not self._passed:
             self.forget()
             self._whole = whole.inputs
@@ -62,11 +62,11 @@ class Seam(Coupling):
         rows = _places(part, whole.inputs)
         if self._whole is not whole.inputs or rows not in self._passed:
             self.prepare(compute, whole)
-        # What lies behind the seam gets the gradient of all rows, in the first piece alone.
+        # Code behind the seam gets the gradient of all rows, in the first piece only.
         behind = [] if rows[0] == 0 else self._behind()
         with frozen(behind), self._passing(partial(self._again, rows)):
             loss = compute(whole.inputs)
-        # Each piece has all of the loss; its gradient is that of its rows alone.
+        # Each piece computes the whole loss; its gradient is that of its rows alone.
         return loss - (1 - len(rows) / len(whole.inputs[ROW])) * loss.detach()
 
     def forget(self) -> None:
@@ -102,7 +102,7 @@ class Seam(Coupling):
             self._calls.append(_SeamCall())
         call = self._calls[number]
         again = call.after
-        if again is not None:  # a piece was divided: its parts draw other numbers
+        if again is not None:  # a piece was divided, and its parts draw other numbers
             again.restore()
         for rows in missing:
             call.before[rows] = Generators(self._trainer.args.device)
@@ -129,7 +129,7 @@ class Seam(Coupling):
         kept: Any,
         rows: _Rows,
     ) -> Any:
-        """Let these rows pass through a module, and put what it returns into what is kept."""
+        """Pass these rows through a module, and merge the outputs into the kept ones."""
         assert self._whole is not None
         num = len(self._whole[ROW])
         num_each = _num_each((args, options), num)
@@ -139,21 +139,21 @@ class Seam(Coupling):
 
 
 def _places(part: Inputs, whole: Inputs) -> _Rows:
-    """Return where the rows of a part are in the whole, which may itself be rows of another."""
+    """Return the positions of a part's rows in the whole, which may be rows of another batch."""
     rows = {*part[ROW]}
     return tuple(place for place, row in enumerate(whole[ROW]) if row in rows)
 
 
 def _num_each(value: Any, num: int) -> int:
-    """Return how many rows of a module's an example has: sentence-transformers joins columns."""
+    """Return a module's rows per example: sentence-transformers joins columns."""
     return max([1, *(len(t) // num for t in tensors_in(value) if t.dim() and len(t) % num == 0)])
 
 
 def _take(value: Any, rows: _Rows, num: int) -> Any:
-    """Take these rows out of what a module is called with, which has a multiple of `num`."""
+    """Take these rows from a module's arguments, which have a multiple of `num` rows."""
     if torch.is_tensor(value):
         if not value.dim() or (len(value) == 1 and num > 1):
-            return value  # it is for all rows
+            return value  # shared by all rows
         if len(value) <= max(rows) or len(value) % num:
             raise IndivisibleError(
                 f"a module gets a tensor of {len(value)} rows where its micro-batch has {num}"
@@ -167,17 +167,17 @@ def _take(value: Any, rows: _Rows, num: int) -> Any:
 
 
 def _copy(outputs: Any) -> Any:
-    """Copy what holds the tensors: CLIP exchanges one of them for its projection."""
+    """Copy the containers of tensors: CLIP replaces one of its tensors by a projection."""
     if isinstance(outputs, Mapping):
         return type(outputs)(**{name: _copy(each) for name, each in outputs.items()})
     return tuple(map(_copy, outputs)) if isinstance(outputs, tuple) else outputs
 
 
 def _join(kept: Any, value: Any, rows: _Rows, num: int) -> Any:
-    """Put what a module returned for some rows into what is kept of all, in a copy."""
+    """Merge a module's outputs for some rows into the kept outputs of all, as a copy."""
     if torch.is_tensor(value):
         if not value.dim() or len(value) != len(rows):
-            return None  # such as a loss of its own, which is not used
+            return None  # for example a loss of its own, which is not used
         if kept is None:
             kept = value.new_zeros((num, *value.shape[1:]))
         places = torch.tensor(rows, device=value.device)

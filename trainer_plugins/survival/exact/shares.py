@@ -1,4 +1,4 @@
-"""Shares: how much of a micro-batch some of its examples are, and short examples that show it."""
+"""Shares: the weight of some examples in a micro-batch, and short examples that reveal it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -8,18 +8,18 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-Inputs = Mapping[str, Any]  # a micro-batch as a data collator makes it: mostly tensors
+Inputs = Mapping[str, Any]  # a micro-batch from a data collator: mostly tensors
 
-Batch = dict[str, Any]  # some examples of a micro-batch, which may be changed
+Batch = dict[str, Any]  # some examples of a micro-batch; may be modified
 
-NumItems = torch.Tensor | int | None  # the number of labels of the window, if counted
+NumItems = torch.Tensor | int | None  # number of labels in the window, if counted
 
-# The labels of question answering: a column each; beyond the last one none counts.
+# The labels of question answering, one column each; beyond the last column none counts.
 ANSWERS = ("start_positions", "end_positions")
 
-IGNORED = -100  # the label that no loss of transformers counts
+IGNORED = -100  # the label that every loss of transformers ignores
 
-PROBE_TOKENS = 16  # tokens of each example that a probe keeps: enough to show how a loss adds up
+PROBE_TOKENS = 16  # tokens per example in a probe: enough to show how a loss adds up
 
 TEXT = (
     "input_ids",
@@ -28,39 +28,39 @@ TEXT = (
     "position_ids",
     "token_type_ids",
     "completion_mask",
-)  # endings of the names of what has a column a token
+)  # name endings of tensors with one column per token
 
-_FEW = 3  # fewest tokens of a probe's row that is labelled in part
+_FEW = 3  # fewest tokens in a probe's partly labelled row
 
 _Columns = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
-_Texts = dict[str, torch.Tensor]  # integers of two dimensions, by a name that ends as one of `TEXT`
+_Texts = dict[str, torch.Tensor]  # two-dimensional integers, by a name with an ending of `TEXT`
 
 T = TypeVar("T")
 
 
 class IndivisibleError(ValueError):
-    """Raised when a micro-batch cannot be divided exactly; it says why."""
+    """Raised when a micro-batch cannot be divided exactly; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """Says how much of the whole a piece is."""
+    """A measure of how much of the whole a piece is."""
 
-    name: str  # what the loss is, as in "a mean over tokens"
-    # Measures inputs that hold this number of examples; None if every piece counts in full.
+    name: str  # description of the loss, such as "a mean over tokens"
+    # Measures inputs with this number of examples; None if every piece counts in full.
     measure: Callable[[Inputs, int], float] | None
-    is_finite: bool = False  # whether the loss of inputs whose measure is 0 is 0, and not 0 / 0
+    is_finite: bool = False  # the loss of inputs with measure 0 is 0, not 0 / 0
 
     def share(self, piece: float, whole: float) -> float:
         return 1.0 if self.measure is None or whole == 0 else piece / whole
 
     def weigh(self, inputs: Inputs, num: int) -> float:
-        """Measure inputs. It reads the device, so it is for micro-batches that are divided."""
+        """Measure inputs. This reads the device, so use it only for divided micro-batches."""
         return 1.0 if self.measure is None else self.measure(inputs, num)
 
 
 def labels_of(inputs: Inputs) -> torch.Tensor:
-    """Return the labels that weigh the parts; without any the micro-batch is indivisible."""
+    """Return the labels that weigh the parts. Raises IndivisibleError if there are none."""
     labels = inputs.get("labels")
     if not torch.is_tensor(labels):
         raise IndivisibleError("it has no `labels` to weigh its parts with")
@@ -68,7 +68,7 @@ def labels_of(inputs: Inputs) -> torch.Tensor:
 
 
 def width_of(inputs: Inputs) -> int:
-    """Return how many columns the token ids have."""
+    """Return the number of columns of the token ids."""
     ids = next(value for name, value in inputs.items() if name.endswith("input_ids"))
     return int(ids.size(1))
 
@@ -85,7 +85,7 @@ def _num_counted(labels: torch.Tensor) -> float:
 
 
 def _tokens_in_sight(inputs: Inputs, _: int) -> float:
-    """Count labels that the attention mask shows: some models leave out the others."""
+    """Count labels visible to the attention mask: some models skip the others."""
     labels, mask = labels_of(inputs), inputs.get("attention_mask")
     is_counted = _is_counted(labels)
     if torch.is_tensor(mask) and mask.shape == labels.shape:
@@ -105,13 +105,13 @@ def _completion_tokens(inputs: Inputs, _: int) -> float:
 
 
 def _count_labelled_rows(inputs: Inputs, _: int) -> float:
-    """Count rows with a label: of classes, one a row, cross-entropy leaves out ignored ones."""
+    """Count rows with a label: with one class per row, cross-entropy skips ignored rows."""
     labels = labels_of(inputs)
     return _num_counted(labels) if labels.dim() == 1 else float(len(labels))
 
 
 def _count_answered_rows(inputs: Inputs, _: int) -> float:
-    """Count rows whose answer lies within their tokens (transformers, ForQuestionAnsweringLoss)."""
+    """Count rows with an answer within their tokens (transformers, ForQuestionAnsweringLoss)."""
     if not all(torch.is_tensor(inputs.get(name)) for name in ANSWERS):
         raise IndivisibleError("it has no `start_positions` and `end_positions`")
     starts, ends = (inputs[name] < width_of(inputs) for name in ANSWERS)
@@ -130,11 +130,11 @@ TOKENS = Weight("a mean over tokens", lambda x, _: _num_counted(labels_of(x)))
 TOKENS_IN_SIGHT = Weight("a mean over tokens that the attention mask shows", _tokens_in_sight)
 ATTENDED_TOKENS = Weight("a mean over tokens, with a label or without", _count_attended_tokens)
 COMPLETION_TOKENS = Weight("a mean over tokens of completions", _completion_tokens, is_finite=True)
-WITHOUT_LABELS = (SUM, ROWS, ANSWERED_ROWS)  # the weights that need no `labels`
+WITHOUT_LABELS = (SUM, ROWS, ANSWERED_ROWS)  # these weights need no `labels`
 
 
 def cut_short(texts: _Texts, num: int) -> _Texts:
-    """Keep `PROBE_TOKENS` columns; of each `num` rows the first is labelled in part (`_Shown`)."""
+    """Keep `PROBE_TOKENS` columns; of each `num` rows, label only part of the first (`_Shown`)."""
     masks = {
         (_part(name), v.size(1)): _Shown(_tokens_of(texts, name), v, num)
         for name, v in texts.items()
@@ -162,10 +162,10 @@ def cut_short(texts: _Texts, num: int) -> _Texts:
 
 
 class _Shown:
-    """Holds the columns of padded rows that a probe keeps, with its mask and its labels."""
+    """The columns of padded rows that a probe keeps, with its mask and its labels."""
 
-    # In the first row a third of what the mask shows is labelled, and the last token, which the
-    # mask now hides from a loss that goes by it.
+    # In the first row we label a third of the visible tokens, and the last token, which the mask
+    # now hides from a loss that respects it.
 
     def __init__(self, tokens: torch.Tensor, mask: torch.Tensor, num: int) -> None:
         width = min(PROBE_TOKENS, mask.size(1))
@@ -187,9 +187,9 @@ class _Shown:
 
 
 def _begins(tokens: torch.Tensor, mask: torch.Tensor, width: int) -> _Columns:
-    """Find for each row where to begin: at the first token that makes it unlike any other row."""
-    # Up to the end of a prompt chosen and rejected are alike, and their difference has gradient 0.
-    # It is found in main memory: the card is full.
+    """Find the start column of each row: the first token that differs from every other row."""
+    # Chosen and rejected are equal up to the end of the prompt, and equal rows have no gradient. We
+    # search in main memory: the card is full.
     is_shown = mask.cpu().numpy() != 0
     seen = np.where(is_shown, tokens.cpu().numpy(), -1)
     in_common = np.cumprod(seen[:, None] == seen, axis=2, dtype=np.int8).sum(2, dtype=np.int64)
@@ -203,7 +203,7 @@ def _begins(tokens: torch.Tensor, mask: torch.Tensor, width: int) -> _Columns:
 
 
 def _tokens_of(texts: _Texts, name: str) -> torch.Tensor:
-    """Return the tokens that belong to a text: ids or labels of its width, rather its own."""
+    """Return the tokens of a text: ids or labels of the same width, preferably its own."""
 
     def rank(other: str) -> tuple[bool, bool, bool]:
         is_own = _part(other) == _part(name)
@@ -213,7 +213,7 @@ def _tokens_of(texts: _Texts, name: str) -> torch.Tensor:
 
 
 def _part(name: str) -> str:
-    """Return what a tensor is part of: `prompt_`, `chosen_`; empty for `input_ids`."""
+    """Return the prefix of a tensor's name: `prompt_`, `chosen_`; empty for `input_ids`."""
     return next(name.removesuffix(ending) for ending in TEXT if name.endswith(ending))
 
 
@@ -227,7 +227,7 @@ class _Mean(NamedTuple):
 
 
 def compute_without_graph(compute: Callable[[], T]) -> T:
-    """Compute a loss without its graph, unless it takes a gradient itself, as a penalty does."""
+    """Compute a loss without its graph, unless it needs a gradient itself, as a penalty does."""
     try:
         with torch.no_grad():
             return compute()
@@ -239,14 +239,14 @@ def compute_without_graph(compute: Callable[[], T]) -> T:
 
 
 class ClassWeights:
-    """Knows the weights of classes in the mean of one run's loss."""
+    """The class weights in the mean of one run's loss."""
 
     def __init__(self) -> None:
         self._seen: _Mean | None = None
-        self.weights: tuple[Weight, ...] = ()  # of pieces: by all labels, and by next tokens
+        self.weights: tuple[Weight, ...] = ()  # for pieces: by all labels, and by next tokens
 
     def look(self, compute: Callable[[], object]) -> None:
-        """See which class weights a pass uses for its mean, if it calls torch's cross-entropy."""
+        """Detect the class weights of a pass's mean, if it calls torch's cross-entropy."""
         with _Seen() as seen:
             compute_without_graph(compute)
         found = seen.found[0] if len(seen.found) == 1 else None

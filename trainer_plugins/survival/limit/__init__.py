@@ -1,1 +1,1 @@
-"""These files find how many rows are computed at once, and what to switch on if one is too many."""
+"""Finds how many rows to compute at once, and the measures to take if even one is too many."""

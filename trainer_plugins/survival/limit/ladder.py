@@ -1,4 +1,4 @@
-"""The ladder: what to switch on when the smallest piece does not fit, and computes the same."""
+"""The ladder: measures that save memory without changing results, for when no piece fits."""
 
 import logging
 from contextlib import ExitStack
@@ -17,17 +17,17 @@ from trainer_plugins.wrapped import base_model, compiles
 logger = logging.getLogger(__name__)
 
 CHECKPOINTING, OFFLOAD = "checkpointing", "offload"
-RUNGS = (CHECKPOINTING, OFFLOAD)  # what is switched on unless the user says otherwise
+RUNGS = (CHECKPOINTING, OFFLOAD)  # default rungs
 
-STREAM = "stream"  # asked for by name: with it each micro-batch copies the frozen base
+STREAM = "stream"  # only if named: with it each micro-batch copies the frozen base
 
-RESIDENT_LAYERS = 2  # how many layers of a streamed base stay on the card
+RESIDENT_LAYERS = 2  # layers of a streamed base that stay on the card
 
-_OFFLOAD = "_activations_on_the_host"  # the attribute of a model that keeps its `Offload`
+_OFFLOAD = "_activations_on_the_host"  # attribute of a model that keeps its `Offload`
 
 
 def climb(rung: str, model: nn.Module) -> bool:
-    """Switch a rung on, unless the model has it on already, or lacks it; tell whether it was."""
+    """Switch a rung on; return False if it is on already or the model lacks it."""
     if rung == STREAM:
         return _stream(model)
     base = base_model(model)
@@ -38,7 +38,7 @@ def climb(rung: str, model: nn.Module) -> bool:
         return True
     if is_checkpointing(model) or not getattr(base, "supports_gradient_checkpointing", False):
         return False
-    # torch.compile takes no such contexts: it draws these numbers once, while it compiles.
+    # torch.compile accepts no such contexts: it draws these numbers once, while compiling.
     again = {} if compiles(model) else {"context_fn": draw_the_same_again}
     switch_on(base, {"use_reentrant": False, **again})
     return True
@@ -70,7 +70,7 @@ def _stream(model: nn.Module) -> bool:
     return True
 
 
-# A tensor that stays where it is, or its device and its copy in main memory.
+# A tensor that stays in place, or its device and its copy in main memory.
 _Packed = torch.Tensor | tuple[torch.device, torch.Tensor]
 
 
@@ -82,12 +82,12 @@ class Offload(ExitStack):
         self._entered: list[saved_tensors_hooks] = []
         self._weights: set[int] = set()
         self.enter_context(model.register_forward_pre_hook(self._enter))
-        # called after a pass that fails, too
+        # also called after a pass that fails
         self.enter_context(model.register_forward_hook(self._leave, always_call=True))
 
     @staticmethod
     def is_possible(model: nn.Module) -> bool:
-        """Tell whether the model is on a card, and not sharded into weights like activations."""
+        """Return whether the model is on a card and not sharded: shards look like activations."""
         return all(
             one.device.type not in ("cpu", "meta")
             and not hasattr(one, "_local_tensor")
@@ -118,5 +118,5 @@ def _unpack(packed: _Packed) -> torch.Tensor:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    # not the address of its bytes, which come and go if the base is streamed
+    # not the address of its bytes, which changes if the base is streamed
     return int(tensor.untyped_storage()._cdata)

@@ -9,25 +9,25 @@ import torch
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.survival.exact.shares import Inputs
 
-SLACK = 0.05  # part of the card that a rehearsed limit leaves free, because fragmentation varies
+SLACK = 0.05  # fraction of the card left free by a rehearsed limit: fragmentation varies
 
-PATIENCE_STEPS = 50  # without a failure before more is tried; doubled when that fails
+PATIENCE_STEPS = 50  # steps without a failure before trying more; doubled when that fails
 
-_WORTH = 1.1  # least growth of a limit that is worth a failed attempt
+_WORTH = 1.1  # smallest growth of a limit that is worth a failed attempt
 
-# Steps in a row in which the allocator emptied its cache, as in Composer's trainer.py.
+# Consecutive steps in which the allocator emptied its cache, as in Composer's trainer.py.
 _NUM_THRASHING = 2
 
-_TOKEN_IDS = ("input_ids", "prompt_ids", "completion_ids")  # endings of names
+_TOKEN_IDS = ("input_ids", "prompt_ids", "completion_ids")  # name endings
 
 
 def has_tokens(inputs: Inputs) -> bool:
-    """Tell whether a micro-batch holds token ids."""
+    """Return whether a micro-batch holds token ids."""
     return any(name.endswith(_TOKEN_IDS) for name in inputs)
 
 
 def cells(inputs: Inputs) -> int:
-    """Return what inputs cost: all token ids, padding included, or else their largest tensor."""
+    """Return the cost of inputs: all token ids, padding included, or else their largest tensor."""
     tensors = {name: value.numel() for name, value in inputs.items() if torch.is_tensor(value)}
     return sum(num for name, num in tensors.items() if name.endswith(_TOKEN_IDS)) or max(
         tensors.values(), default=1
@@ -35,7 +35,7 @@ def cells(inputs: Inputs) -> int:
 
 
 def sizes(num: int, num_cells: int, limit: float, min_micro_batch: int) -> list[int]:
-    """Cut examples into even parts within the limit, but with at least `min_micro_batch` in each.
+    """Cut examples into even parts within the limit, with at least `min_micro_batch` in each.
 
     >>> sizes(8, 8 * 512, 3 * 512, 1), sizes(8, 8 * 512, 3 * 512, 4), sizes(8, 8 * 512, math.inf, 1)
     ([2, 3, 3], [4, 4], [8])
@@ -50,7 +50,7 @@ def num_that_fit(num: int, num_cells: int, limit: float) -> int:
     >>> num_that_fit(5, 79, 79 * 3 / 5), num_that_fit(6, 600, 299.9)
     (3, 2)
     """
-    # A limit that stands for examples is a rounded quotient: a millionth of one does not count.
+    # A limit that stands for examples is a rounded quotient: ignore a millionth of an example.
     return num if num_cells <= limit else max(1, int(limit / (num_cells / num) + 1e-6))
 
 
@@ -67,15 +67,15 @@ def lower(num: int, num_cells: int, limit: float, min_micro_batch: int) -> float
 
 
 def read_allowed_bytes(reading: MemoryReading, device: torch.device) -> int:
-    """Return how much of a card torch may use here: all, or `set_per_process_memory_fraction`."""
+    """Return the bytes torch may use on a card: all, or `set_per_process_memory_fraction`."""
     module = torch.get_device_module(device)
-    if not hasattr(module, "get_per_process_memory_fraction"):  # as of the CPU
+    if not hasattr(module, "get_per_process_memory_fraction"):  # for example the CPU
         return reading.total_bytes
     return int(min(1.0, module.get_per_process_memory_fraction(device)) * reading.total_bytes)
 
 
 def most(fits: Callable[[int], bool], num: int, least: int, first: Iterable[int]) -> int:
-    """Return the most of `num` examples that fit at once, trying `first` first; 0 below `least`.
+    """Return how many of `num` examples fit at once, trying `first` first; 0 below `least`.
 
     >>> most(lambda n: n <= 11, 64, 1, (64,)), most(lambda n: True, 64, 1, (1, 2, 64))
     (11, 64)
@@ -97,7 +97,7 @@ def most(fits: Callable[[int], bool], num: int, least: int, first: Iterable[int]
 
 
 def predict_peak(peaks: Sequence[tuple[float, int]], size: float) -> float:
-    """Predict the peak of a size, in bytes, by the line through the last two peaks; 0 without two.
+    """Predict the peak bytes of a size from the line through the last two peaks; 0 without two.
 
     >>> predict_peak([(1, 30), (2, 50)], 8), predict_peak([(1, 30)], 8)
     (170.0, 0.0)
@@ -110,23 +110,23 @@ def predict_peak(peaks: Sequence[tuple[float, int]], size: float) -> float:
 
 @dataclass(slots=True)
 class Pace:
-    """Decides between steps whether the limit may grow, as after halving, or has to shrink."""
+    """Decides between steps whether the limit may grow, as after halving, or must shrink."""
 
     fits: float = 0.0  # the limit before it grew; 0 if it never did
-    # The least that did not fit, forgotten when the limit has come near it. Each attempt that fails
-    # because of that doubles the patience: in n steps there are at most log2(n / 50) of them.
+    # The smallest size that did not fit, forgotten when the limit has come near it. Each attempt
+    # that fails because of that doubles the patience: at most log2(n / 50) fail in n steps.
     too_much: float = math.inf
     patience_steps: int = PATIENCE_STEPS
     num_clean: int = 0
     has_failed: bool = False
     is_divided: bool = False
-    largest: int = 0  # the most that was computed at once in this step
+    largest: int = 0  # largest size computed at once in this step
     num_retries: int = 0
     num_thrashing: int = 0
-    ceiling: float = math.inf  # the limit that a rehearsal found: more is never tried
+    ceiling: float = math.inf  # the limit that a rehearsal found, never exceeded
 
     def note_failure(self, num_cells: int, lowered: float) -> float:
-        """Note what did not fit; return the limit that fitted before, or else `lowered`."""
+        """Record a failed size; return the last limit that fitted, or else `lowered`."""
         self.has_failed, self.num_clean = True, 0
         self.too_much = min(self.too_much, num_cells)
         if not 0 < self.fits < num_cells:

@@ -1,4 +1,4 @@
-"""Optimizer states: create them before step 1, so its OOM comes in a divisible micro-batch."""
+"""Optimizer states: creates them before step 1, so an OOM comes in a divisible micro-batch."""
 
 from typing import Any
 
@@ -8,9 +8,9 @@ from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
 
 
 def create_states(optimizer: Any) -> str | None:
-    """Create the states of torch's AdamW, Adam or SGD by a step of nothing; else say why not."""
-    # The first real step stays bit-equal, and cannot fail half way, with some weights moved. It
-    # goes parameter by parameter, so it takes no more memory than the states and one gradient.
+    """Create the states of torch's AdamW, Adam or SGD by an empty step, or return why not."""
+    # The first real step stays bit-equal, and cannot fail half way with some weights updated. We go
+    # parameter by parameter, so this needs no more memory than the states and one gradient.
     while hasattr(optimizer, "optimizer"):  # in accelerate's wrapper; DeepSpeed's holds a share
         optimizer = optimizer.optimizer
     inner: torch.optim.Optimizer = optimizer
@@ -39,7 +39,7 @@ def _step_of_nothing(optimizer: torch.optim.Optimizer) -> None:
     saved = [dict(group) for group in groups]
     try:
         for group in groups:
-            # Decay is 0 too: that of Adam and SGD is added to the gradient, and so to the moments.
+            # Decay is 0 too: Adam and SGD add it to the gradient, and so to the moments.
             group["params"], group["lr"], group["weight_decay"] = [], 0.0, 0.0
         for group, whole in zip(groups, saved, strict=True):
             for parameter in whole["params"]:
@@ -60,6 +60,6 @@ def _step_one(
     before, parameter.grad = parameter.grad, torch.zeros_like(parameter)
     group["params"] = [parameter]
     try:
-        type(optimizer).step(optimizer)  # `step` of the instance may be wrapped, and count
+        type(optimizer).step(optimizer)  # the instance's `step` may be wrapped, and count
     finally:
         parameter.grad = before

@@ -1,4 +1,4 @@
-"""These files know how ranks share a micro-batch, and what a failure on one asks of the others.
+"""Handles how ranks share a micro-batch, and how one rank's failure affects the others.
 
 To add a kind of parallelism, write it in a file of this folder, and give it its place in `kind_of`.
 """
@@ -11,7 +11,7 @@ from trainer_plugins.survival.ranks.alone import Ranks
 
 
 def kind_of(trainer: HfTrainer, model: nn.Module | None = None) -> type[Ranks]:
-    """Say how ranks share a micro-batch; before training begins there is no wrapped model."""
+    """Return the class for how ranks share a micro-batch; before training, without a model."""
     if trainer.is_deepspeed_enabled:
         from trainer_plugins.survival.ranks.zero import Zero
 
@@ -33,4 +33,4 @@ def kind_of(trainer: HfTrainer, model: nn.Module | None = None) -> type[Ranks]:
         from trainer_plugins.survival.ranks.fsdp1 import FSDP1
 
         return FSDP1
-    return Ranks  # it refuses kinds that are not known
+    return Ranks  # refuses unknown kinds

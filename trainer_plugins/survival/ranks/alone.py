@@ -1,4 +1,4 @@
-"""Ranks: what survival asks of the processes that train together: alone, or if they vote."""
+"""Ranks: the interface to processes that train together, alone or with votes."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,25 +22,25 @@ T = TypeVar("T")
 
 
 class HowToRecover(Enum):
-    """Says how a micro-batch that does not fit is finished; `training/` has a class for each."""
+    """Ways to finish a micro-batch that does not fit; `training/` has a class for each."""
 
     ALONE = auto()  # this rank divides it after a failure, and no other rank has to
-    PLANNED = auto()  # all ranks divide it before it is computed, into equally many pieces
-    AGAIN = auto()  # all ranks compute all micro-batches of the step again, in equally many pieces
+    PLANNED = auto()  # all ranks divide it before computing, into equally many pieces
+    AGAIN = auto()  # all ranks recompute all micro-batches of the step, in equally many pieces
 
 
 class Ranks(Exchanging):
-    """Handles a run of one process; each kind of several ranks overrides what differs."""
+    """Handles a run of one process; each kind of parallelism overrides the differences."""
 
     recovery = HowToRecover.ALONE
 
-    forward_is_shared = False  # whether other ranks take part in each forward pass
-    passes_twice = True  # whether rows may pass without gradients before the pieces
-    measures_together = False  # whether ranks judge together; they measure gradients then
-    micros: list[MicroBatch]  # those of this step, if ranks compute them again after a failure
+    forward_is_shared = False  # other ranks take part in each forward pass
+    passes_twice = True  # rows may pass without gradients before the pieces
+    measures_together = False  # ranks judge together, by measured gradients
+    micros: list[MicroBatch]  # those of this step, if ranks recompute them after a failure
     tiny: Callable[[], object]  # runs a pass over a few tokens of this micro-batch
-    apart: Callable[[], AbstractContextManager[object]]  # inside, a pass exchanges no metrics
-    options: Mapping[str, object] = {}  # what the Trainer passes to `backward`
+    apart: Callable[[], AbstractContextManager[object]]  # passes inside exchange no metrics
+    options: Mapping[str, object] = {}  # the Trainer's arguments to `backward`
 
     def __init__(self, trainer: HfTrainer, model: nn.Module) -> None:
         self.trainer, self.model, self.micros = trainer, model, []
@@ -48,37 +48,37 @@ class Ranks(Exchanging):
 
     @classmethod
     def refusals(cls, trainer: HfTrainer) -> Iterator[str]:
-        """Give every reason why this kind cannot be helped, or does not work on this torch."""
+        """Yield every reason why this kind is unsupported, or does not work on this torch."""
         kind = str(trainer.accelerator.distributed_type).rpartition(".")[2]
         if kind != "NO":
             yield f"several processes ({kind}) are not supported yet"
 
     def late_refusals(self) -> Iterator[str]:
-        """Give what a callback may have set since the run began, and which forbids a division."""
+        """Yield obstacles that a callback may have set since the run began."""
         yield from ()
 
     @property
     def bare(self) -> nn.Module:
-        """Return the model without its wrapper, if it can be computed without."""
+        """Return the model without its wrapper, if it can be computed that way."""
         return self.model
 
     @contextmanager
     def first_pass(self) -> Iterator[nn.Module]:
-        """Surround a pass without gradients, which may come before the pieces; gives the model."""
+        """Surround a pass without gradients that may precede the pieces; yields the model."""
         yield self.model
 
     def absent(self, roll_call: RollCall, *, is_met: bool) -> str:
-        """Say which ranks do not take part; after a collective (`is_met`) none is on its way."""
+        """Name the ranks that do not take part; after a collective (`is_met`) none is late."""
         return ""
 
     def begin(self, micro: MicroBatch) -> None:
         """Begin a micro-batch."""
 
     def end(self) -> None:
-        """Undo what was changed on the model."""
+        """Undo all changes to the model."""
 
     def select_kept(self, parameters: tuple[nn.Parameter, ...]) -> tuple[nn.Parameter, ...]:
-        """Return the parameters that keep the gradient which a failed pass has finished."""
+        """Return the parameters that keep a gradient finished by a failed pass."""
         return parameters
 
     def attempt(
@@ -88,40 +88,40 @@ class Ranks(Exchanging):
         return attempt(work, release, self.device)
 
     def note_failure(self, phase: str, is_last: bool, changed: set[nn.Parameter]) -> str:
-        """Note an attempt that did not fit; say why the run cannot go on, empty if it can."""
+        """Record an attempt that did not fit; return why the run cannot go on, empty if it can."""
         return ""
 
     def part_failed(self, error: Exception) -> None:
-        """Note an error of a part's own, or raise it if other ranks would wait for this one."""
+        """Record an error raised by a part, or re-raise it if other ranks would wait."""
 
     @contextmanager
     def piece(self, is_last: bool) -> Iterator[nn.Module]:
-        """Surround forward and backward of a piece; gives the model to compute it on."""
+        """Surround forward and backward of a piece; yields the model to use."""
         yield self.model
 
     def finish(self) -> None:
-        """Finish what the other ranks wait for, after every piece of a micro-batch is computed."""
+        """Complete what other ranks wait for, after all pieces of a micro-batch."""
 
     def agree(self, limit: float) -> float:
-        """Return the limit in cells that holds for every rank which divides with this one."""
+        """Return the limit in cells that holds for every rank dividing with this one."""
         return limit
 
     def highest(self, value: int) -> int:
-        """Return the highest value of all ranks that divide with this one; all of them ask."""
+        """Return the highest value of all ranks that divide with this one. Collective."""
         return value
 
     def lowest(self, value: int) -> int:
-        """Return the lowest value of all ranks that divide with this one; all of them ask."""
+        """Return the lowest value of all ranks that divide with this one. Collective."""
         return -self.highest(-value)
 
     def on_any(self, answer: bool) -> bool:
-        """Tell whether the answer is yes on a rank that divides with this one; all of them ask."""
+        """Return whether any rank that divides with this one says yes. Collective."""
         return bool(self.highest(int(answer)))
 
     def gradient(
         self, loss: Callable[[], torch.Tensor], parameters: list[nn.Parameter]
     ) -> list[torch.Tensor] | DidNotFit:
-        """Compute a gradient in float64 on the CPU, in a tensor a parameter or a reduction."""
+        """Compute a gradient in float64 on the CPU: one tensor per parameter or reduction."""
 
         def work() -> list[torch.Tensor]:
             with torch.enable_grad():
@@ -133,10 +133,10 @@ class Ranks(Exchanging):
         return attempt(work, device=self.device)
 
     def clear(self) -> None:
-        """Throw away every gradient of this optimizer step, on all ranks."""
+        """Discard every gradient of this optimizer step, on all ranks."""
 
     def forget(self) -> None:
-        """Drop the gradients that a measurement has computed."""
+        """Drop the gradients computed by a measurement."""
 
     def most(
         self,
@@ -145,15 +145,15 @@ class Ranks(Exchanging):
         least: int,
         parts: Sequence[float] = (),
     ) -> int:
-        """Compute examples, on top of all gradients, to find out how many fit at once.
+        """Find how many examples fit at once by computing them, on top of all gradients.
 
-        If no try may fail, it begins with `parts` of an example.
+        If no try may fail, start with `parts` of an example.
         """
-        # On the bare model: each rank rehearses by itself. All examples, and the least, may take
-        # the last byte, as in training; what is between leaves `SLACK`.
+        # On the bare model: each rank rehearses alone. All examples, and the fewest allowed, may
+        # use the last byte, as in training; sizes in between must leave `SLACK`.
         device = self.device
         reading = card_of(device).read()
-        # No less than a segment of the allocator.
+        # At least one segment of the allocator.
         slack_bytes = (
             max(2 * MIB, int(SLACK * read_allowed_bytes(reading, device))) if reading else 0
         )
@@ -184,7 +184,7 @@ def _add_gradients(parameters: list[nn.Parameter]) -> None:
 
 _NO_LIMIT = 1 << 60  # vote of a rank without a limit
 
-_WAIT_SECONDS, _WAIT_IF_MET_SECONDS = 10.0, 1.0  # less if they have met before
+_WAIT_SECONDS, _WAIT_IF_MET_SECONDS = 10.0, 1.0  # shorter if they have met before
 
 
 class Together(Ranks):
@@ -203,7 +203,7 @@ class Together(Ranks):
         return f"{missing}; give every rank the same callbacks" if missing else ""
 
     def agree(self, limit: float) -> float:
-        """Return the least limit of all ranks, in whole cells: a fraction more never fitted."""
+        """Return the lowest limit of all ranks, in whole cells: a fraction more never fitted."""
         lowest = self.lowest(_NO_LIMIT if math.isinf(limit) else math.floor(limit))
         return math.inf if lowest == _NO_LIMIT else float(lowest)
 
@@ -211,14 +211,14 @@ class Together(Ranks):
         return self._check_answer(self._votes.highest(value))
 
     def _gather(self, value: torch.Tensor) -> torch.Tensor:
-        """Do what accelerate's `gather` does, with a tensor on the CPU."""
+        """Do the same as accelerate's `gather`, with a tensor on the CPU."""
         values = self._votes.gather(value.reshape(1) if value.dim() == 0 else value)
         return torch.cat(self._check_answer(values))
 
     def _reduce(
         self, value: torch.Tensor, reduction: str = "sum", scale: float = 1.0
     ) -> torch.Tensor:
-        """Do what accelerate's `reduce` does, with a tensor on the CPU."""
+        """Do the same as accelerate's `reduce`, with a tensor on the CPU."""
         values = torch.stack(self._check_answer(self._votes.gather(value)))
         if reduction == "max":
             return values.amax(0)
@@ -231,5 +231,4 @@ class Together(Ranks):
         return found
 
     def _explain_no_answer(self) -> str:
-        """Say why training stops when a vote could not be taken."""
         raise NotImplementedError

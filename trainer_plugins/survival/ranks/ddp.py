@@ -1,15 +1,16 @@
-"""DDP: the rank that failed finishes what the others wait for; there is no vote.
+"""DDP: the rank that failed completes what the others wait for; there is no vote.
 
 DDP expects each rank to exchange its buffers once and to reduce each bucket once, in order. Ranks
-may divide differently. Nothing that the failed attempt has done is repeated:
+may divide differently. Nothing that the failed attempt did is repeated:
 
-* It failed before the backward pass: the last piece goes through DDP, without those exchanges of
-  buffers, one a pass, which are done. The others are computed on the bare model, and reach no other
-  rank.
-* It failed in the backward pass: gradients that were ready are sent, and frozen (`Piece.final`).
-  All pieces are computed on the bare model; then the missing hooks are called, by adding 0.
+* If it failed before the backward pass, the last piece goes through DDP, without the exchanges of
+  buffers that are done already, one per pass. All other pieces are computed on the bare model, and
+  reach no other rank.
+* If it failed in the backward pass, gradients that were ready are sent, and frozen
+  (`Piece.final`). All pieces are computed on the bare model; then we call the missing hooks, by
+  adding 0.
 
-Once DDP has computed, the reducer waits for gradients. Then what is computed on the bare model uses
+Once DDP has computed, the reducer waits for gradients. Computations on the bare model then use
 shadows of the parameters, which share weights and gradients but not the reducer's hooks.
 """
 
@@ -36,12 +37,12 @@ T = TypeVar("T")
 
 class _Progress(IntEnum):
     OUTSIDE = 0
-    PREPARING = 1  # DDP exchanges buffers, and once in a run builds its buckets
+    PREPARING = 1  # DDP exchanges buffers, and once per run builds its buckets
     INSIDE = 2  # the model computes
 
 
 class DDP(Ranks):
-    """Handles ranks that divide by themselves, and reduce each gradient once."""
+    """Handles ranks that divide independently, and reduce each gradient once."""
 
     model: DistributedDataParallel
 
@@ -50,11 +51,11 @@ class DDP(Ranks):
         super().__init__(trainer, model)
         self._progress = _Progress.OUTSIDE
         self._is_synced = self._is_first = False
-        self._has_computed = False  # a pass of DDP with gradients, which arms the reducer
-        self._is_armed = self._has_begun = False  # the reducer, and to reduce, when it failed
+        self._has_computed = False  # a DDP pass with gradients, which arms the reducer
+        self._is_armed = self._has_begun = False  # the reducer, and reducing, when it failed
         self._num_calls = self._num_exchanged = 0  # of DDP in this pass, and in this micro-batch
-        self._sent: set[nn.Parameter] = set()  # the parameters whose hooks the reducer has seen
-        self._used: set[nn.Parameter] = set()  # the parameters that got a gradient from a piece
+        self._sent: set[nn.Parameter] = set()  # parameters whose hooks the reducer has seen
+        self._used: set[nn.Parameter] = set()  # parameters that got a gradient from a piece
 
     @classmethod
     def refusals(cls, trainer: HfTrainer) -> Iterator[str]:
@@ -81,7 +82,7 @@ class DDP(Ranks):
 
     @contextmanager
     def first_pass(self) -> Iterator[nn.Module]:
-        # It exchanges buffers, as one that failed in its backward pass has.
+        # It exchanges buffers, and so does one that failed in its backward pass.
         self._num_calls, self._is_first = 0, True
         try:
             yield self.bare if self._has_begun else self.model
@@ -139,23 +140,23 @@ class DDP(Ranks):
                 "and torch cannot undo the sums. To avoid that, "
                 f"{SMALLER_MICRO_BATCH.flag(Door.ARGUMENTS)}"
             )
-        # The last piece may not use a weight, such as an expert without a token. Those that DDP
-        # found unused it has sent itself.
+        # The last piece may not use every weight, such as that of an expert without tokens. DDP has
+        # sent those that it found unused.
         if self._has_begun or (self._is_synced and not self.model.find_unused_parameters):
             send(missing)
 
     def _prepares(self) -> None:
-        """Let DDP exchange buffers as often as on other ranks: once before each of its passes."""
+        """Make DDP exchange buffers as often as on other ranks: once before each of its passes."""
         self._progress, self._num_calls = _Progress.PREPARING, self._num_calls + 1
         if self._num_calls <= self._num_exchanged:
-            self.model.require_forward_param_sync = False  # DDP itself sets it again
+            self.model.require_forward_param_sync = False  # DDP sets it again
         elif self._is_first:
-            self.model.reducer._rebuild_buckets()  # which DDP does not without gradients
+            self.model.reducer._rebuild_buckets()  # without gradients, DDP skips this
 
     def _computes(self) -> None:
-        if self._progress == _Progress.PREPARING:  # DPO with adapters calls the bare model too
+        if self._progress == _Progress.PREPARING:  # DPO with adapters also calls the bare model
             self._progress = _Progress.INSIDE
-            # Without gradients DDP exchanges buffers in the first of its passes alone.
+            # Without gradients DDP exchanges buffers only in the first of its passes.
             num = 1 if self._is_first else self._num_calls
             self._num_exchanged = max(self._num_exchanged, num)
 
@@ -166,7 +167,7 @@ class DDP(Ranks):
 
 
 def _settings(made_with: object) -> Iterator[str]:
-    """Refuse by the arguments of DDP, in its wrapper or in what it will be made with."""
+    """Yield refusals due to DDP's settings, given its wrapper or its future arguments."""
     if getattr(made_with, "static_graph", False):
         yield "DDP with static_graph repeats its first backward pass, and those of pieces differ"
     if getattr(made_with, "gradient_as_bucket_view", False):
@@ -187,7 +188,7 @@ def _state(wrapped: DistributedDataParallel) -> Iterator[str]:
 
 @contextmanager
 def shadow_parameters(model: nn.Module) -> Iterator[None]:
-    """Replace trainable parameters by others without hooks, which share their numbers."""
+    """Replace trainable parameters by others without hooks that share their numbers."""
     shadows = {p: nn.Parameter(p.detach()) for p in model.parameters() if p.requires_grad}
     places = [
         (module, name, parameter)
@@ -209,7 +210,7 @@ def shadow_parameters(model: nn.Module) -> Iterator[None]:
 
 
 def send(parameters: Iterable[nn.Parameter]) -> None:
-    """Call the reducer's hooks of these parameters, by a backward pass that adds 0."""
+    """Call the reducer's hooks of these parameters, with a backward pass that adds 0."""
     to = [p for p in parameters if p.requires_grad]
     torch.autograd.backward(
         to, [torch.zeros((), dtype=p.dtype, device=p.device).expand_as(p) for p in to]
@@ -218,16 +219,16 @@ def send(parameters: Iterable[nn.Parameter]) -> None:
 
 @cache
 def finishes_here() -> bool:
-    """Try on this torch whether DDP can be finished after a backward pass that failed half way."""
-    # Once a process, in 0.02 s. The group stays: while its thread drops a tensor, which needs the
-    # interpreter, gloo may wait for that thread forever if the group is freed.
+    """Test on this torch whether DDP can finish a backward pass that failed half way."""
+    # Once per process, in 0.02 s. The group stays: if it is freed while its thread drops a tensor,
+    # which needs the interpreter, gloo may wait for that thread forever.
 
     def fail(_: object) -> None:
         raise RuntimeError("half way")
 
     try:
         alone = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
-        # `skip_init` draws no number: what a run samples does not depend on this trial.
+        # `skip_init` draws no number, so this test does not change the run's sampling.
         fresh: Any = nn.utils.skip_init
         bare = nn.Sequential(*(fresh(nn.Linear, 1, 1, bias=False) for _ in range(2)))
         model = DistributedDataParallel(bare, process_group=alone)
@@ -255,10 +256,10 @@ def finishes_here() -> bool:
         for row in torch.ones(2, 1):
             with frozen(sent), shadow_parameters(bare):
                 bare(row).sum().backward()
-        if noticed:  # the shadows have called a hook
+        if noticed:  # the shadows called a hook
             return False
         send(set(weights) - sent)
-        # DDP refuses this while the pass before is not finished.
+        # DDP refuses this unless the previous pass is finished.
         model(torch.ones(2, 1)).sum().backward()
         return sent == {weights[1]} and all(weight.grad == 5 for weight in weights)
     except RuntimeError:

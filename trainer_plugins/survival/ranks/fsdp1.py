@@ -1,8 +1,8 @@
-"""FSDP1: torch's `FullyShardedDataParallel`, whose units hold their weights in one flat parameter.
+"""FSDP1: torch's `FullyShardedDataParallel`, whose units hold their weights in a flat parameter.
 
-torch has no way to begin again after a pass that failed. Here its callback at the end of a backward
-pass ends that too, as one without a reduction; then what it does not expect is released: a gathered
-parameter that is not in use yet, and a shard in low precision.
+torch cannot restart after a failed pass. We call its own callback for the end of a backward pass,
+without a reduction, and then release the state it does not expect: a gathered parameter not yet in
+use, and a low-precision shard.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ from trainer_plugins.survival.ranks.sharded import Sharded
 
 
 class FSDP1(Sharded):
-    """Handles ranks whose units are wrapped, and hold a flat parameter each."""
+    """Handles ranks whose wrapped units hold a flat parameter each."""
 
     wrapper = FullyShardedDataParallel
 
@@ -38,7 +38,7 @@ class FSDP1(Sharded):
             unit for root in self._roots for unit in FullyShardedDataParallel.fsdp_modules(root)
         ]
         self._collectives = _Collectives(self._ledger)
-        self._is_reducing: bool | None = None  # None: as the Trainer asks for
+        self._is_reducing: bool | None = None  # None: as the Trainer requests
 
     @classmethod
     def refusals(cls, trainer: HfTrainer) -> Iterator[str]:
@@ -74,10 +74,10 @@ class FSDP1(Sharded):
         for _, handle in self._handles():
             flat = handle.flat_param
             flat._post_backward_called = False
-            # The callback expects another number of hooks if PEFT has disabled an adapter since.
+            # The callback expects another number of hooks if PEFT disabled an adapter meanwhile.
             if hooks := vars(flat).pop("_post_backward_hook_state", ()):
                 hooks[-1].remove()
-        with self._reducing(False):  # else it hands gradients to the optimizer
+        with self._reducing(False):  # otherwise it hands gradients to the optimizer
             for root in self._roots:
                 if root._is_root:  # it has run a forward pass
                     _runtime_utils._post_backward_final_callback(root, root)
@@ -111,11 +111,11 @@ class FSDP1(Sharded):
 
 
 class _Collectives:
-    """Is `torch.distributed` to FSDP1: it lists collectives, and sends none twice."""
+    """Stands in for `torch.distributed` in FSDP1: lists collectives, and sends none twice."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._kinds: dict[tuple[str, int], object] = {}  # what stands for each in the ledger
+        self._kinds: dict[tuple[str, int], object] = {}  # the key of each in the ledger
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(dist, name)

@@ -1,4 +1,4 @@
-"""FSDP2: torch's `FSDPModule`, whose units count the collectives that they make."""
+"""FSDP2: torch's `FSDPModule`, whose units count their collectives."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -17,12 +17,11 @@ class FSDP2(Sharded):
     """Handles ranks whose parameters are DTensors."""
 
     wrapper = FSDPModule
-    model: Any  # an `FSDPModule`; torch before 2.13 lacks methods of it that are called here
+    model: Any  # an `FSDPModule`; before torch 2.13 it lacks methods that we call
 
     def __init__(self, trainer: HfTrainer, model: nn.Module) -> None:
         super().__init__(trainer, model)
-        # Several modules may share what they gather, as accelerate wraps the last norm and the
-        # head.
+        # Several modules may share a gather: accelerate wraps the last norm and the head together.
         units: dict[int, Any] = {
             id(m._get_fsdp_state()): m
             for root in self._roots

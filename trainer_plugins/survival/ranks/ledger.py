@@ -1,4 +1,4 @@
-"""Ledger: what a rank has sent in a pass of FSDP2: after a failure it sends only the rest."""
+"""Ledger: records what a rank sent in an FSDP pass; after a failure it sends only the rest."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,13 +12,13 @@ from trainer_plugins.patched import Patches
 
 
 class Ledger:
-    """Lists the collectives that this rank has taken part in since a micro-batch began."""
+    """Lists the collectives in which this rank has taken part since a micro-batch began."""
 
     def __init__(self) -> None:
         self._sent: list[object] = []
         self._next = 0
-        self.fail_at: int | None = None  # collectives before one fails, for a trial
-        self.reduced: list[torch.Tensor] | None = None  # what this rank brings, if collected
+        self.fail_at: int | None = None  # for a test: collectives before one fails
+        self.reduced: list[torch.Tensor] | None = None  # this rank's contributions, if collected
 
     def clear(self) -> None:
         self._sent.clear()
@@ -28,7 +28,7 @@ class Ledger:
         self._next = 0
 
     def is_sent(self, collective: object) -> bool:
-        """Tell whether the next collective went out in the pass that failed; if not, list it."""
+        """Return whether the failed pass sent the next collective already; if not, list it."""
         is_sent = self._next < len(self._sent)
         if is_sent and self._sent[self._next] is not collective:
             raise RuntimeError(
@@ -44,7 +44,7 @@ class Ledger:
 
     @contextmanager
     def listing_wholes(self) -> Iterator[None]:
-        """List inside what is gathered by `DTensor.full_tensor`, as TRL does with PEFT's head."""
+        """Also list gathers by `DTensor.full_tensor`, as TRL makes with PEFT's head."""
         with Patches() as patches:
             patches.wrap(DTensor, "full_tensor", self._full_tensor)
             yield
@@ -54,7 +54,7 @@ class Ledger:
     ) -> torch.Tensor:
         if tuple(shard.placements) != (Shard(0),) or options:
             return original(shard, **options)
-        # By hand, as inside the original it is not known whether an error came before the exchange.
+        # By hand: the original does not show whether an error came before the exchange.
         local, num = shard.to_local().detach(), shard.device_mesh.size()
         part = local.new_zeros(-(-len(shard) // num), *shard.shape[1:])
         part[: len(local)] = local
@@ -69,7 +69,7 @@ class Ledger:
 
 
 class Counted:
-    """Lists an all-gather or reduce-scatter of FSDP; one that is not sent again gives zeros."""
+    """Lists an all-gather or reduce-scatter of FSDP; one that is not sent again returns zeros."""
 
     def __init__(self, collective: Any, ledger: Ledger) -> None:
         self.collective, self._ledger = collective, ledger
@@ -87,7 +87,7 @@ class Counted:
 
 
 class _Whole(torch.autograd.Function):
-    """Lets each rank keep its part of the gradient of a whole, as `DTensor.full_tensor` does."""
+    """Gives each rank its part of the gradient of a whole, as `DTensor.full_tensor` does."""
 
     @staticmethod
     def forward(ctx: Any, shard: DTensor, whole: torch.Tensor) -> torch.Tensor:

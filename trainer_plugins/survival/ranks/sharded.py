@@ -1,13 +1,13 @@
 """Sharded: ranks that hold a part of each weight, and meet in collectives: FSDP1 and FSDP2.
 
-* A micro-batch takes the same collectives in the same order, whatever its rows, and begins from the
-  same state of FSDP on every rank (`Sharded.begin`). After a rank has failed behind the first m of
-  them, its peers wait for the rest.
-* It takes part in the rest with a tiny pass, in which the first m are not sent (`Ledger`). No peer
-  has to know before its own pass has ended; until then some numbers of all ranks are worthless.
-* One vote follows each backward pass, on the CPU, and none stands before a collective. If one rank
-  failed, all throw away the gradients of the step (`Sharded.clear`), and compute its micro-batches
-  again in equally many pieces (`training/planned.py`).
+* A micro-batch makes the same collectives in the same order, whatever its rows, and starts from the
+  same state of FSDP on every rank (`Sharded.begin`). If a rank fails after the first m of them, its
+  peers wait for the rest.
+* It completes the rest with a tiny pass, in which the first m are not sent (`Ledger`). No peer has
+  to know before its own pass has ended; until then some numbers on all ranks are meaningless.
+* One vote follows each backward pass, on the CPU, and none precedes a collective. If a rank failed,
+  all discard the gradients of the step (`Sharded.clear`), and compute its micro-batches again in
+  equally many pieces (`training/planned.py`).
 """
 
 from collections.abc import Callable, Sequence
@@ -31,53 +31,50 @@ from trainer_plugins.wrapped import local_tensor
 
 T = TypeVar("T")
 
-_TRIES = 3  # a tiny pass needs almost no memory: if it fails this often, it never fits
+_TRIES = 3  # a tiny pass needs almost no memory: after this many failures it will never fit
 
 
 class Sharded(Together):
-    """Handles ranks that hold a part of each weight, by any version of FSDP."""
+    """Handles ranks that hold a part of each weight, with either version of FSDP."""
 
     passes_twice = False
     recovery = HowToRecover.AGAIN
-    wrapper: type  # the class of a model that this version of FSDP shards
+    wrapper: type  # class of the models that this version of FSDP shards
 
     def __init__(self, trainer: HfTrainer, model: nn.Module) -> None:
         super().__init__(trainer, model)
         self._step, self._is_tried = -1, False
-        self._is_spoilt = False  # whether a rank has failed in this pass
+        self._is_spoilt = False  # a rank has failed in this pass
         self._ledger = Ledger()
         self._parameters: tuple[nn.Parameter, ...] = tuple(model.parameters())
-        # TRL's second model gathers inside `compute_loss` too.
+        # TRL's second model also gathers inside `compute_loss`.
         models = (model, getattr(trainer, "ref_model", None))
         self._roots: list[Any] = [one for one in models if isinstance(one, self.wrapper)]
 
     def _listing(self) -> AbstractContextManager[object]:
-        """Surround a pass, whose collectives go into the ledger."""
+        """Surround a pass, listing its collectives in the ledger."""
         raise NotImplementedError
 
     def _num_gathers(self) -> int:
-        """Return how many times a forward pass gathers."""
         raise NotImplementedError
 
     def _forget_pass(self) -> None:
-        """Bring FSDP back to where a pass begins."""
+        """Reset FSDP to the beginning of a pass."""
         raise NotImplementedError
 
     def _reshard(self) -> None:
-        """Release all gathered weights."""
         raise NotImplementedError
 
     def _reduce_each(self, is_on: bool) -> None:
-        """Reduce what each further pass of this micro-batch computes, or nothing."""
+        """Reduce the gradients of each further pass in this micro-batch, or of none."""
         raise NotImplementedError
 
     def _drop(self) -> None:
-        """Throw away the gradients that lie in the parameters."""
         for parameter in self.model.parameters():
             parameter.grad = None
 
     def may_exchange(self) -> bool:
-        # A rank that failed does not know the shape of what the others exchange. So they vote.
+        # A rank that failed does not know the shape of the others' exchange, so they vote.
         self._is_spoilt = self._is_spoilt or self.on_any(self.is_finishing)
         return not self._is_spoilt
 
@@ -105,12 +102,12 @@ class Sharded(Together):
         if isinstance(outcome, DidNotFit):
             self._finish_collectives(outcome, trained)
         elif not is_end:
-            return outcome  # the vote comes after its backward pass
+            return outcome  # the vote follows its backward pass
         failed_anywhere = self.on_any(has_failed)
         self._settle()
         if not failed_anywhere:
             return outcome
-        self._drop()  # what was reduced since is invalid
+        self._drop()  # anything reduced meanwhile is invalid
         return outcome if has_failed else DID_NOT_FIT_ELSEWHERE
 
     def most(
@@ -135,7 +132,7 @@ class Sharded(Together):
     def gradient(
         self, loss: Callable[[], torch.Tensor], parameters: list[nn.Parameter]
     ) -> list[torch.Tensor] | DidNotFit:
-        """Compute what this rank's examples bring to each reduction; no gradient is left."""
+        """Compute this rank's contribution to each reduction, leaving no gradients."""
         reduced: list[torch.Tensor] = []
         self._ledger.reduced = reduced
         try:
@@ -146,9 +143,9 @@ class Sharded(Together):
         return outcome if isinstance(outcome, DidNotFit) else reduced
 
     def clear(self) -> None:
-        """Throw away every gradient of this optimizer step; the first call tries that here."""
-        # What is not reduced stays where FSDP keeps it, even through `reset_iter_state` (torch
-        # 2.13), so a tiny pass reduces it too. Each later pass of the micro-batch reduces its own.
+        """Discard every gradient of this optimizer step. The first call tests that this works."""
+        # FSDP keeps unreduced gradients, even through `reset_iter_state` (torch 2.13), so a tiny
+        # pass reduces them too. Each later pass of the micro-batch reduces its own.
         with self.apart():
             self._flush()
             if self._is_tried:
@@ -174,7 +171,7 @@ class Sharded(Together):
         )
 
     def _leaves_nothing(self) -> bool:
-        """Tell whether later gradients are the same after a pass that failed on the last rank."""
+        """Return whether later gradients are the same after a pass that failed on the last rank."""
         before = RestorePoint(self.trainer)
         first = self._compute(self._norms)
         self._drop()
@@ -206,13 +203,13 @@ class Sharded(Together):
             raise torch.OutOfMemoryError("CUDA out of memory, to try what it leaves")
 
     def _finish_collectives(self, failure: DidNotFit, trained: list[bool]) -> None:
-        """Take part in the collectives that peers still wait in; without room for that, end."""
+        """Complete the collectives in which peers still wait; raise if there is no room."""
         why, self.is_finishing = "not one short example fits", True
         for _ in range(_TRIES):
             self._drop()
             self._forget_pass()
-            # PEFT, which disables an adapter for TRL's reference, froze the parts and enables the
-            # wholes of a layer that was gathered when it failed.
+            # If a layer was gathered when the pass failed, PEFT, which disables an adapter for
+            # TRL's reference, froze its parts and enables its wholes.
             for parameter, is_trained in zip(self._parameters, trained, strict=True):
                 parameter.requires_grad_(is_trained)
             self._ledger.rewind()
@@ -227,12 +224,12 @@ class Sharded(Together):
         raise failure.make_error(why)
 
     def _reset(self) -> None:
-        """Undo what an evaluation leaves: gathered weights, and its order of prefetching."""
+        """Undo the effects of an evaluation: gathered weights, and its order of prefetching."""
         self._forget_pass()
         self._settle()
 
     def _settle(self) -> None:
-        """Let the next pass begin the same on every rank: nothing sent, and no weight gathered."""
+        """Make the next pass start equally on every rank: nothing sent, no weight gathered."""
         self._ledger.clear()
         self.is_finishing = self._is_spoilt = False
         self._reshard()

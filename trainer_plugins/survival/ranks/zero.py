@@ -1,10 +1,10 @@
-"""Zero: DeepSpeed's ZeRO-1, 2 and 3, whose ranks divide the same way before a micro-batch begins.
+"""Zero: DeepSpeed's ZeRO-1, 2 and 3. All ranks divide equally, before a micro-batch begins.
 
-Nothing is retried: what a failed pass leaves in the engine's hooks cannot be undone, and the other
-ranks wait in the same hooks. What fits is measured before step 1 with sizes predicted to fit
-(`most`), all ranks divide into as many pieces as the one with most needs, and each piece goes
-through the engine as a micro-batch of a window does. If one still fails, every rank stops and logs
-why: no exception reaches a collective, so a thread of each rank looks for the brake in their store.
+Nothing is retried: the effects of a failed pass on the engine's hooks cannot be undone, and the
+other ranks wait in the same hooks. Before step 1 we measure how much fits, with sizes predicted to
+fit (`most`). All ranks divide into as many pieces as the neediest rank, and each piece goes through
+the engine like a micro-batch of a window. If one still fails, every rank stops and logs why. No
+exception reaches a collective, so a thread on each rank polls the brake in their store.
 """
 
 import inspect
@@ -31,7 +31,7 @@ from trainer_plugins.upkeep.agreement import ranks_store
 
 _OPTIMIZERS = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3")
 
-# Attributes that are used of the engine, and of the optimizers of ZeRO-1 and ZeRO-2.
+# The attributes we use of the engine, and of the optimizers of ZeRO-1 and ZeRO-2.
 _ENGINE = (
     "optimizer",
     "zero_optimization_stage",
@@ -40,9 +40,9 @@ _ENGINE = (
 )
 _STAGES_1_AND_2 = ("all_grad_tensors", "averaged_gradients", "zero_grad")
 
-_BRAKE = "trainer_plugins/brake"  # the key of the store
+_BRAKE = "trainer_plugins/brake"  # key in the store
 _THREAD = "trainer_plugins-brake"
-_GRACE_SECONDS = 5.0  # time that a rank has to end with an exception after one of them stops
+_GRACE_SECONDS = 5.0  # time for a rank to end with an exception after another one stops
 
 _ZERO_PLUS_PLUS = (
     "zero_quantized_weights",
@@ -55,7 +55,7 @@ class Zero(Together):
     """Handles ranks that hold a part of states, gradients or weights."""
 
     recovery = HowToRecover.PLANNED
-    # What `Trainer.training_step` passes to `accelerator.backward` under DeepSpeed.
+    # Arguments that `Trainer.training_step` passes to `accelerator.backward` under DeepSpeed.
     options: Mapping[str, object] = MappingProxyType({"scale_wrt_gas": False})
 
     def __init__(self, trainer: HfTrainer, model: nn.Module) -> None:
@@ -80,7 +80,7 @@ class Zero(Together):
         if "pipeline" in plugin.deepspeed_config or hasattr(trainer.model, "pipeline_enable"):
             yield "pipeline parallelism is not supported: it cuts micro-batches itself"
         if (engine := getattr(trainer, "deepspeed", None)) is not None:
-            yield from _judge_engine(engine)  # at attach it is not there yet
+            yield from _judge_engine(engine)  # not there yet at attach
 
     @property
     def bare(self) -> nn.Module:
@@ -162,7 +162,7 @@ class Zero(Together):
 
     def _stop(self, why: str) -> str:
         folder, step = self.trainer.args.output_dir, self.trainer.state.global_step
-        # On another machine than rank 0's it may not be there.
+        # It may be missing on machines other than rank 0's.
         last = get_last_checkpoint(folder) if os.path.isdir(folder) else None
         if self._engine._running_engine_step:
             why = "it failed in the optimizer step, and weights may have moved"
@@ -213,7 +213,7 @@ def _judge_engine(engine: Any) -> Iterator[str]:
 
 
 def _watch_brake() -> None:
-    """Wait, while the process group lives, for a rank that stops, and end this process then."""
+    """While the process group lives, wait for a rank that stops, and then end this process."""
     world, store, rank = dist.group.WORLD, ranks_store(), dist.get_rank()
     while dist.is_initialized() and dist.group.WORLD is world:
         time.sleep(1.0)

@@ -1,1 +1,1 @@
-"""These files divide, replay and rehearse micro-batches of training."""
+"""Divides, replays and rehearses micro-batches of training."""

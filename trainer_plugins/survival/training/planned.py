@@ -2,7 +2,7 @@
 
 It divides before a micro-batch is computed. `Replay` computes a window (the micro-batches of one
 optimizer step) again: a failure spoils its sums, so no parameter is frozen. Each rank asks the same
-questions (`ranks.highest`) in the same order, independent of its rows.
+questions (`ranks.highest`) in the same order, whatever its rows.
 """
 
 import math
@@ -23,13 +23,13 @@ from trainer_plugins.survival.words import part_raised, report_not_attached
 
 
 class PlannedPieces(Recovery):
-    """Finishes one micro-batch in as many pieces as all ranks; a piece that fails ends the run."""
+    """Finishes a micro-batch in equally many pieces on all ranks; a failing piece ends the run."""
 
     _num_pieces = 1
 
     @classmethod
     def begin_run(cls, run: TrainingRun, inputs: Inputs, num_items: NumItems) -> None:
-        """Give all ranks one limit, which does not grow; if there is one, measure the weights."""
+        """Give all ranks one limit, which does not grow; if it is finite, measure the weights."""
         run.memo.pace = None
         if run.is_refused:
             return
@@ -67,9 +67,9 @@ class PlannedPieces(Recovery):
         return self._num_pieces
 
     def _first_pieces(self) -> list[Piece]:
-        """Return as many pieces as every other rank has; its smallest one again counts as 0."""
+        """Return as many pieces as other ranks have, padded with the smallest, counted as 0."""
         whole, num, pieces = self._micro.whole, self._num_pieces, [self._micro.whole]
-        # What was not measured together, at the first micro-batch, is computed undivided.
+        # A layout that was not measured together, at the first micro-batch, is not divided.
         known = self._layout is not None and self._run.certificate.knows(self._layout)
         if self._layout and known and not self._run.certificate.new_classes(whole.inputs):
             with suppress(IndivisibleError):
@@ -87,14 +87,14 @@ class PlannedPieces(Recovery):
 
 
 class Replay(PlannedPieces):
-    """Finishes one micro-batch, and computes again those before it in its window."""
+    """Finishes a micro-batch, and recomputes those before it in its window."""
 
     _total: torch.Tensor | None = None
 
     def recover(
         self, piece: Piece, start: Start, failure: DidNotFit, phase: str, *, is_last: bool = True
     ) -> None:
-        """Undo a failed attempt on every rank; `piece` is what this rank tried meanwhile."""
+        """Undo a failed attempt on every rank; `piece` is the one this rank tried meanwhile."""
         why_not = self._wrong_so_far() or self._why_whole
         self._story.note_failure(failure, piece, phase)
         if failure.is_here:
@@ -106,14 +106,14 @@ class Replay(PlannedPieces):
         self._make_room_for(piece if failure.is_here else None)
 
     def measure(self) -> None:
-        """Do nothing yet: `finish` measures when it has to, and a rank may have one example now."""
+        """Do nothing: `finish` measures when necessary, and a rank may have one example now."""
 
     def finish(self) -> torch.Tensor:
         before = self._ranks.micros[:-1]
         window = [*(type(self)(self._run, micro, **self._options) for micro in before), self]
         is_clear = bool(self._story.failures)
         if not is_clear and self._ranks.on_any(any(micro._lacks_weight() for micro in window)):
-            self._ranks.clear()  # a measurement needs the place of the gradients
+            self._ranks.clear()  # a measurement overwrites the gradients
             is_clear = True
         todo = window if is_clear else [self]
         while not self._compute_all(todo, may_measure=is_clear):
@@ -149,7 +149,7 @@ class Replay(PlannedPieces):
         return True
 
     def _pieces(self, num: int) -> list[Piece]:
-        """Return `num` pieces. A rank that cannot make as many adds some that count as 0."""
+        """Return `num` pieces, padded with some that count as 0 if this rank makes fewer."""
         whole, smallest = self._micro.whole, self._attached.min_micro_batch
         cuts = even(whole.num, max(1, min(num, whole.num // smallest)))
         parts = [whole]
@@ -159,7 +159,7 @@ class Replay(PlannedPieces):
         return _fill(parts, num)
 
     def _make_room_for(self, piece: Piece | None) -> None:
-        """Lower the limit, or switch something on; `piece` is None if another rank failed."""
+        """Lower the limit or climb the ladder; `piece` is None if another rank failed."""
         memo, why = self._run.memo, ""
         limit: float | None = memo.limit
         if piece is not None:
@@ -180,7 +180,7 @@ class Replay(PlannedPieces):
         )
 
     def _lacks_weight(self) -> bool:
-        """Tell whether this rank wants a measurement; one that is due waits for a window."""
+        """Return whether this rank needs a measurement; one that is only due waits for a window."""
         certificate = self._run.certificate
         if self._layout is None or self._micro.whole.num < 2:
             return False
@@ -190,7 +190,7 @@ class Replay(PlannedPieces):
         return certificate.is_new(self._kind, inputs)
 
     def _weigh(self, replays: list["Replay"], limit: float = math.inf) -> None:
-        """Measure if a rank does not know the weights; there must be no gradient to lose."""
+        """Measure if a rank does not know the weights. There must be no gradients to lose."""
         if self._run.certificate.why_broken:  # on every rank
             raise IndivisibleError(self._run.certificate.why_broken)
         why = self._run.what_moved
@@ -207,7 +207,7 @@ class Replay(PlannedPieces):
 
 
 def _fill(pieces: list[Piece], num: int) -> list[Piece]:
-    """Put pieces that count as 0 before others, so that there are `num`."""
+    """Pad to `num` pieces, putting those that count as 0 first."""
     least = min(pieces, key=lambda piece: piece.num_cells)
     idle = replace(least, factor=0.0, share=0.0, is_idle=True)
     return [*[idle] * (num - len(pieces)), *pieces]

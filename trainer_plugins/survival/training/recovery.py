@@ -1,4 +1,4 @@
-"""Recovery: finish one micro-batch, piece by piece, and report how it went."""
+"""Recovery: finishes one micro-batch, piece by piece, and reports the result."""
 
 import math
 from collections import deque
@@ -29,7 +29,7 @@ from trainer_plugins.survival.words import Story, part_raised, report_doubt, sug
 
 
 class Recovery:
-    """Finishes one micro-batch on a rank that divides by itself."""
+    """Finishes one micro-batch on a rank that divides independently."""
 
     def __init__(self, run: TrainingRun, micro: MicroBatch, **options: object) -> None:
         self._run, self._attached, self._micro = run, run.attached, micro
@@ -50,15 +50,15 @@ class Recovery:
             micro.whole.inputs = {**inputs, ROW: [*range(num_rows)]}
         self._story = Story(self._layout.unit if self._layout else "examples", has_tokens(inputs))
         self._num_graphs = run.num_graphs()
-        self._has_looked = False  # whether rows were compared for this micro-batch
-        self._moved: dict[str, Moved] | None = None  # what the first piece has moved
+        self._has_looked = False  # rows were compared for this micro-batch
+        self._moved: dict[str, Moved] | None = None  # changes made by the first piece
         self._added: list[Added] = []
-        self._tried: list[int] = []  # numbers of examples of the failed attempts
-        self._not_measured: list[tuple[int, int]] = []  # examples for which there was no room
+        self._tried: list[int] = []  # sizes of the failed attempts, in examples
+        self._not_measured: list[tuple[int, int]] = []  # no room: examples, cells
 
     @classmethod
     def begin_run(cls, run: TrainingRun, inputs: Inputs, num_items: NumItems) -> None:
-        """Prepare a run: the limit follows this rank's pace, up to what a rehearsal found."""
+        """Prepare a run: the limit follows this rank's pace, up to the result of a rehearsal."""
         ceiling = run.memo.limit if run.memo.is_rehearsed else math.inf
         reading = run.card.read()
         num_retries = reading.num_alloc_retries if reading else 0
@@ -70,7 +70,7 @@ class Recovery:
         return limit < math.inf and micro.whole.num_cells > limit
 
     def _wrong_so_far(self) -> str:
-        """Say what is wrong already, as a loss that `training_step` changed; empty if nothing."""
+        """Return an existing problem, such as a loss that `training_step` changed; else empty."""
         for micro in self._ranks.micros or [self._micro]:
             if micro.handed is not None and (changed := micro.handed.judge_seen()):
                 return changed
@@ -84,7 +84,7 @@ class Recovery:
     def recover(
         self, piece: Piece, start: Start, failure: DidNotFit, phase: str, *, is_last: bool = True
     ) -> None:
-        """Undo a failed attempt, keep what it finished, and make room; if there is none, raise."""
+        """Undo a failed attempt, keep finished gradients, and make room; raise if impossible."""
         changed = start.mark.find_changed()
         why_not = self._ranks.note_failure(phase, is_last, changed) or self._wrong_so_far()
         self._story.note_failure(failure, piece, phase)
@@ -164,7 +164,7 @@ class Recovery:
         is_divided = len(story.pieces) > 1
         run.memo.num_divided += is_divided
         if self._attached.family.is_vouched and self._layout is not None and is_divided:
-            # A later look at the same micro-batch may have found otherwise.
+            # A later comparison on the same micro-batch may have failed.
             with suppress(IndivisibleError):
                 story.loss = run.certificate.weight(self._layout, self._kind).name
         limit = "open again"
@@ -179,8 +179,8 @@ class Recovery:
         run.is_division_said |= is_divided
 
     def _take_back(self, error: Exception) -> None:
-        """Undo every part after one raised an error of its own: images may not be spread evenly."""
-        # What parts added to gradients is computed again, with the same numbers, and subtracted.
+        """Undo every part after one raised its own error: images may not be spread evenly."""
+        # We compute the parts again, with the same random numbers, and subtract their gradients.
         self._why_whole = part_raised(error)
         for added in self._added:
             added.snapshot.restore()
@@ -207,7 +207,7 @@ class Recovery:
         raise self._story.failures[0].make_error(why)
 
     def _compute(self, piece: Piece, is_last: bool, others: Iterable[Piece] = ()) -> torch.Tensor:
-        """Run forward and backward of a piece; `others` are to be computed after it."""
+        """Run forward and backward of a piece; `others` are still to come."""
         self._phase = "forward"
         run, is_part = self._run, piece is not self._micro.whole
         parts = tuple(one.inputs for one in (piece, *others)) if is_part else ()
@@ -215,7 +215,7 @@ class Recovery:
         sees_all = is_part and self._sees_all
         if sees_all:
             self._prepare(divided)
-        # Frozen first, so that the shadows of the parameters (`ddp.py`) are frozen too.
+        # Freeze first, so that the parameters' shadows (`ddp.py`) are frozen too.
         with (
             frozen(piece.final),
             self._ranks.piece(is_last) as model,
@@ -225,7 +225,7 @@ class Recovery:
             if is_part:
                 self._attached.check_loss_of_part()
             self._phase = "backward"
-            if loss.requires_grad:  # it does not if every gradient is final
+            if loss.requires_grad:  # not if every gradient is final
                 scaled = loss * (piece.factor * self._micro.scale)
                 self._attached.backward(scaled, **{**self._ranks.options, **self._options})
         return loss.detach() * piece.factor
@@ -237,7 +237,7 @@ class Recovery:
         whole: Divided | None = None,
         coupling: Coupling | None = None,
     ) -> torch.Tensor:
-        """Compute the loss in the context that the Trainer leaves before the backward pass."""
+        """Compute the loss in a context that the Trainer leaves before the backward pass."""
         compute = partial(self._run.compute_loss, model, num_items=self._micro.num_items)
         with self._attached.trainer.compute_loss_context_manager():
             if coupling is None or whole is None or inputs is whole.inputs:
@@ -245,7 +245,7 @@ class Recovery:
             return coupling.loss(compute, inputs, whole)
 
     def _prepare(self, divided: Divided) -> None:
-        """Let parts pass without gradients, and exchange metrics, which are those of the whole."""
+        """Pass parts without gradients, and exchange metrics, which are those of the whole."""
         assert self._coupling is not None
         run = self._run
         with (
@@ -258,13 +258,13 @@ class Recovery:
         self._micro.start.snapshot.begin_next()
 
     def _first_pieces(self) -> list[Piece]:
-        """Return what to begin with; `_cut` divides it as far as the limit asks for."""
+        """Return the initial pieces; `_cut` divides them to meet the limit."""
         return [self._micro.whole]
 
     def _cut(self, piece: Piece) -> list[Piece]:
         try:
             return self._divide(piece, self._run.memo.limit)
-        except IndivisibleError:  # the limit is that of another micro-batch: try this one whole
+        except IndivisibleError:  # the limit was learned on another micro-batch: try this one whole
             return [piece]
 
     def _divide(self, piece: Piece, limit: float) -> list[Piece]:
@@ -278,7 +278,7 @@ class Recovery:
         return sizes(piece.num, piece.num_cells, limit, self._attached.min_micro_batch)
 
     def _make_room(self, piece: Piece) -> None:
-        """Lower the limit; if the piece cannot be divided, switch something on, or give up."""
+        """Lower the limit; if the piece cannot be divided, climb the ladder, or give up."""
         memo, why = self._run.memo, self._why_whole
         limit = lower(piece.num, piece.num_cells, memo.limit, self._attached.min_micro_batch)
         if memo.pace is not None and limit is not None:
@@ -294,7 +294,7 @@ class Recovery:
         self._climb(why or self._nothing_left(piece))
 
     def _lower_by_measured(self, limit: float) -> float:
-        """Lower a limit by what a measurement could not compute: training needs more for it."""
+        """Lower a limit below sizes that a measurement could not compute: training needs more."""
         pace = self._run.memo.pace
         for num, num_cells in self._not_measured:
             limit = lower(num, num_cells, limit, self._attached.min_micro_batch) or limit
@@ -325,7 +325,7 @@ class Recovery:
             is_due = certificate.wants(self._kind, inputs)
             if is_due or (not self._has_looked and certificate.looks_at(inputs)):
                 self._measure(layout, num_fit, is_due=is_due)
-        except IndivisibleError as error:  # a buffer that moved is the reason
+        except IndivisibleError as error:  # a buffer that changed is the reason
             raise IndivisibleError(self._run.what_moved or str(error)) from error
         if self._run.what_moved:
             raise IndivisibleError(self._run.what_moved)
@@ -334,7 +334,7 @@ class Recovery:
     def _measure(self, layout: Layout, num_fit: int, *, is_due: bool = True) -> None:
         self._has_looked = True
         certificate, inputs = self._run.certificate, self._micro.whole.inputs
-        model, coupling = self._run.model, copy(self._coupling)  # what this one keeps stays
+        model, coupling = self._run.model, copy(self._coupling)  # keep the original's state
 
         def loss(some: Inputs, whole: Divided | None) -> torch.Tensor:
             return self._loss(some, model, whole, coupling)
@@ -353,7 +353,7 @@ class Recovery:
     def _judge(self, measure: Callable[[], None]) -> None:
         certificate = self._run.certificate
         try:
-            # What ranks measure together none of them leaves alone.
+            # When ranks measure together, no rank may fail alone.
             if self._ranks.measures_together:
                 measure()
             elif (failure := attempt(measure)) is not None:

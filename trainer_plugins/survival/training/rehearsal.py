@@ -1,4 +1,4 @@
-"""Rehearsal: find out before step 1 how many of the longest rows fit at once: that is the limit."""
+"""Rehearsal: finds before step 1 how many of the longest rows fit at once, and sets the limit."""
 
 import logging
 import math
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def rehearse(run: TrainingRun, inputs: Inputs, num_items: NumItems, scale: float) -> None:
-    """Set the limit of a run that has none yet, if memory is counted and rows can be read.
+    """Set the limit of a new run, if memory is counted and rows can be read.
 
     `inputs` are those of the first micro-batch.
     """
@@ -36,13 +36,13 @@ def rehearse(run: TrainingRun, inputs: Inputs, num_items: NumItems, scale: float
         return
     with _leave_no_trace(run, sources):
         rehearsal = None
-        # It asks the user's data set and collator; their rows may be indivisible.
+        # This calls the user's data set and collator, whose rows may be indivisible.
         with run.memo.harmless(), suppress(IndivisibleError):
             rehearsal = _Rehearsal(run, inputs, num_items, scale)
         if ranks.on_any(rehearsal is None) or rehearsal is None:
             return
         found = None
-        # A row that no sampler draws may be none to train on; but an error ends ranks that wait.
+        # A row that no sampler draws may be unfit for training; but an error ends ranks that wait.
         with nullcontext() if ranks.forward_is_shared else run.memo.harmless():
             found = rehearsal.find()
         if found is None:
@@ -61,9 +61,9 @@ def rehearse(run: TrainingRun, inputs: Inputs, num_items: NumItems, scale: float
 
 
 def divide_from_the_start(run: TrainingRun, inputs: Inputs) -> None:
-    """Limit a run to what `rows_at_once` of its longest rows are, by tokens with padding.
+    """Limit a run to the size of `rows_at_once` of its longest rows, in tokens with padding.
 
-    `inputs` are those of the first micro-batch; they count where the data cannot be asked.
+    `inputs` are those of the first micro-batch; they are used if the data cannot be read.
     """
     trainer, longest = run.attached.trainer, inputs
     with run.memo.harmless():
@@ -124,13 +124,12 @@ class _Rehearsal:
 
     def _most(self) -> int:
         least = self._run.attached.min_micro_batch
-        # Completions may never get as long as they may: one of them is predicted before it is
-        # tried.
+        # Completions may never reach their maximum length: predict one's peak before trying it.
         parts = (0.25, 0.5) if isinstance(self._layout, Completions) else ()
         return self._run.ranks.most(self._compute, self.num, least, parts)
 
     def _compute(self, model: nn.Module, num: float) -> None:
-        """Run forward and backward of `num` of them; ranks do so unequally often."""
+        """Run forward and backward of `num` examples; ranks may do so unequally often."""
         self._num_tried += 1
         attached = self._run.attached
         with self._run.gathers.apart():
@@ -139,7 +138,7 @@ class _Rehearsal:
             attached.backward(loss * self._scale, **self._run.ranks.options)
 
     def _some(self, num: float) -> Batch:
-        """Take the last ones: the short one, which is padded, is among them."""
+        """Take the last ones: they include the short one, which is padded."""
         some = self._layout.take(self._inputs, self.num - math.ceil(num), self.num)
         if num < 1 and isinstance(self._layout, Completions):
             return self._layout.shorten(some, num)
@@ -153,7 +152,7 @@ def _longest_batch(run: TrainingRun, inputs: Inputs) -> Inputs:
         if isinstance(layout, Completions):
             if run.ranks.recovery is HowToRecover.PLANNED:
                 return layout.longest(inputs, getattr(trainer.args, "max_completion_length", None))
-            # They may never get so long, and a failure can be survived.
+            # They may never get that long, and we can survive a failure.
             logger.info("nothing is rehearsed: the length of completions is not known yet")
             return {}
     loader = trainer.callback_handler.train_dataloader
@@ -169,7 +168,7 @@ def _longest_batch(run: TrainingRun, inputs: Inputs) -> Inputs:
 
 
 def _sources(run: TrainingRun) -> State | None:
-    """Keep what a Trainer and its training rows draw from and count with; None if it is used up."""
+    """Save the state that a Trainer and its rows draw from or count with; None if consumed."""
     trainer = run.attached.trainer
     loader = trainer.callback_handler.train_dataloader
     roots = {name: getattr(loader, name, None) for name in ("dataset", "collate_fn")}
@@ -182,7 +181,7 @@ def _sources(run: TrainingRun) -> State | None:
 
 @contextmanager
 def _leave_no_trace(run: TrainingRun, sources: State) -> Iterator[None]:
-    """Restore everything afterwards, except gradients: `ranks.most` takes care of these."""
+    """Restore everything afterwards, except gradients, which `ranks.most` restores."""
     before = RestorePoint(run.attached.trainer, state=run.certificate.full_state())
     try:
         yield

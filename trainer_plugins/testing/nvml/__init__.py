@@ -1,10 +1,11 @@
 """ScriptedNvml: an NVIDIA driver library that follows a script, for tests without a card.
 
-It is a `libnvidia-ml.so.1` in C (`nvml.c`), compiled when first needed, which the real pynvml,
-nvitop, gpustat and torch load:
+It is a `libnvidia-ml.so.1` in C (`nvml.c`), compiled on first use, which the real pynvml, nvitop,
+gpustat and torch load:
 
     nvml = ScriptedNvml(tmp_path).card("GPU-1…").process(4242, 3 * GIB, name="infer").write()
     subprocess.run([...], env=nvml.env())                                # a child sees that card
+
     # And now the card falls off the bus.
     nvml.fault("nvmlDeviceGetMemoryInfo_v2", pynvml.NVML_ERROR_GPU_IS_LOST).write()
 """
@@ -43,7 +44,7 @@ INIT_FUNCTIONS = ("nvmlInitWithFlags", "nvmlInit_v2", "nvmlInit")
 
 
 def unavailable_reason() -> str | None:
-    """Say why the scripted library does not work on this machine; None if it does."""
+    """Return why the scripted library does not work on this machine; None if it does."""
     if sys.platform != "linux":
         return (
             f"the scripted NVML needs Linux, where programs load {LIBRARY}; this is {sys.platform}"
@@ -58,8 +59,8 @@ class ScriptedNvml:
     """Holds a script for the library, record by record; each method returns a new, longer script.
 
     Nothing happens until `write`: from then on every program that got the library with this folder,
-    by `env` or `preload`, gets these answers, even if it is already running. Each program counts
-    `skip`, `times` and growth separately, from the moment it reads the script.
+    through `env` or `preload`, gets these answers, even if it is already running. Each program
+    counts `skip`, `times` and growth separately, from the moment it reads the script.
     """
 
     folder: Path  # the folder of the script file, one for each driver, such as a pytest `tmp_path`
@@ -92,7 +93,7 @@ class ScriptedNvml:
             total_bytes: all its memory.
             reserved_bytes: the driver's own part. Memory info version 1 counts it as used, version
                 2 does not.
-            name: the product's name.
+            name: the product name.
         """
         index = len(self._cards)
         uuid = uuid or f"GPU-{index:08x}-1111-2222-3333-444444444444"
@@ -136,7 +137,7 @@ class ScriptedNvml:
 
         Args:
             pid: its process id; no such process need exist.
-            used_bytes: what it holds when the device's memory is first queried.
+            used_bytes: its memory when the device's memory is first queried.
             name: the driver's name for it; empty if the driver does not know it.
             grow_bytes: how much more it holds at every later query of the device's memory.
             live: whether it holds memory only while a process with that id exists.
@@ -198,7 +199,7 @@ class ScriptedNvml:
         return script
 
     def write(self) -> "ScriptedNvml":
-        """Put the script into force; a reader sees either the old or the new one, complete."""
+        """Activate the script; a reader sees either the old or the new one, complete."""
         self.folder.mkdir(parents=True, exist_ok=True)
         records = (*ScriptedNvml(self.folder).driver().records, *self.records)
         draft = self.path.with_suffix(f".{os.getpid()}")
@@ -262,7 +263,7 @@ class ScriptedNvml:
 
 
 def build() -> Path:
-    """Compile the library if necessary; return its path, or RuntimeError with what cc printed."""
+    """Compile the library if necessary and return its path; RuntimeError has cc's output."""
     name = fingerprint(SOURCE.read_bytes(), *COMPILER_FLAGS)
     library = cache_folder().absolute() / f"nvml-{name}" / LIBRARY
     compiler = plain_compiler("cc")

@@ -1,8 +1,8 @@
-/* A libnvidia-ml.so.1 that answers as a script tells it to, for programs that read NVIDIA cards on machines without.
+/* A libnvidia-ml.so.1 that answers by a script, for programs that read NVIDIA cards on machines without any.
  *
  * It has the C interface of NVIDIA's library (nvml.h, https://docs.nvidia.com/deploy/nvml-api), so pynvml, nvitop,
- * gpustat and torch load it unchanged. Only what memory watchers call is here: a program that asks for more finds no
- * such symbol, as with an old driver. `trainer_plugins.testing.nvml.ScriptedNvml` builds it and writes its script.
+ * gpustat and torch load it unchanged. Only functions that memory watchers call are here: a program that needs more
+ * finds no such symbol, as with an old driver. `trainer_plugins.testing.nvml.ScriptedNvml` builds it and writes its script.
  *
  * The script is a text file, one record a line, fields separated by tabs. It is looked at (one stat) on every call and
  * read again when it has changed; whoever writes it replaces the file in one piece. Sizes are in bytes.
@@ -31,7 +31,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-/* ---- what nvml.h fixes ------------------------------------------------------------------------------------------- */
+/* ---- the ABI of nvml.h ------------------------------------------------------------------------------------------- */
 
 typedef enum {
   SUCCESS = 0,
@@ -45,7 +45,7 @@ typedef enum {
   UNKNOWN_ERROR = 999
 } Return;
 
-typedef struct { uint64_t total, free, used; } Memory; /* `used` contains what the driver keeps for itself */
+typedef struct { uint64_t total, free, used; } Memory; /* `used` includes the driver's own reserve */
 typedef struct { uint32_t version; uint64_t total, reserved, free, used; } MemoryV2; /* `used` does not */
 typedef struct { uint32_t gpu, memory; } Utilization;
 typedef struct { uint32_t version, sensor; int32_t celsius; } TemperatureV1;
@@ -75,7 +75,7 @@ enum { CARD_FILE_BYTES = 4096, CARD_FILE_SLOTS = 60, SLOT_IS_LIVE = 1 };
 /* Memory shared with the simulated accelerator (trainer_plugins/testing/card.py), so that both speak of one card. */
 typedef struct {
   char magic[8]; /* "SIMCARD1" */
-  uint64_t capacity; /* what processes can take together */
+  uint64_t capacity; /* for all processes together */
   char uuid[48];
   struct {
     int32_t pid; /* 0: nobody */
@@ -91,7 +91,7 @@ _Static_assert(sizeof(CardFile) <= CARD_FILE_BYTES, "the slots fit into the page
 enum { MAX_CARDS = 64, MAX_SLICES = 7, MAX_PROCESSES = 256, MAX_HIDDEN = 64, MAX_FAULTS = 64 };
 enum { TEXT = 128, PATH_TEXT = 1024 };
 
-/* What a handle points to: a card, or a MIG slice of one. They live in fixed places, so that a handle survives a new
+/* The target of a handle: a card, or a MIG slice of one. They live in fixed places, so that a handle survives a new
  * script; one whose device the new script no longer has says that the GPU is lost. */
 typedef struct Device {
   bool present;
@@ -329,7 +329,7 @@ static Return enter_device(const char *function, Device *device) {
   return is_ours(device) ? allowed(function, device) : INVALID_ARGUMENT;
 }
 
-/* NVIDIA does not say what becomes of an initialised library in a forked child. Here it is of no use until the child
+/* NVIDIA does not document an initialised library's state in a forked child. Here it is of no use until the child
  * initialises it for itself, and does not say that it wants that: the harder case. */
 static void before_fork(void) { pthread_mutex_lock(&lock); }
 static void after_fork_in_parent(void) { pthread_mutex_unlock(&lock); }
@@ -371,7 +371,7 @@ static int holders(Device *device, Holder found[MAX_HOLDERS]) {
     uint32_t pid = (uint32_t)shared->slots[i].pid;
     if (!pid || !shared->slots[i].bytes) continue; /* a driver lists who has a context */
     if ((shared->slots[i].flags & SLOT_IS_LIVE) && !exists(pid)) continue;
-    /* A process may have two slots, what simgpu reserves and what a test adds to it; a driver lists it once. */
+    /* A process may have two slots, simgpu's own and a test's addition; a driver lists it once. */
     int place = 0;
     while (place < count && found[place].pid != pid) place++;
     if (place == count) {
@@ -380,7 +380,7 @@ static int holders(Device *device, Holder found[MAX_HOLDERS]) {
     }
     found[place].bytes += shared->slots[i].bytes;
   }
-  uint64_t growths = device->queries ? device->queries - 1 : 0; /* the first query sees what the script says */
+  uint64_t growths = device->queries ? device->queries - 1 : 0; /* the first query sees the script's value */
   for (int i = 0; i < script.num_processes; i++) {
     const Process *process = &script.processes[i];
     bool on_device = process->device == device || process->device->card == device; /* a card has its slices' too */
@@ -453,9 +453,9 @@ static Return initialize(const char *function) {
   }
   return leave(result);
 }
-Return nvmlInitWithFlags(uint32_t flags) { return (void)flags, initialize(__func__); } /* what pynvml calls */
+Return nvmlInitWithFlags(uint32_t flags) { return (void)flags, initialize(__func__); } /* for pynvml */
 Return nvmlInit_v2(void) { return initialize(__func__); }
-Return nvmlInit(void) { return initialize(__func__); } /* what torch calls */
+Return nvmlInit(void) { return initialize(__func__); } /* for torch */
 SYSTEM(nvmlShutdown, (void), references--;)
 
 /* pynvml asks only for the text of codes that it does not know. */
@@ -574,7 +574,7 @@ DEVICE(nvmlDeviceGetComputeInstanceId, (Device *device, uint32_t *id), {
   else result = NOT_SUPPORTED;
 })
 
-/* What monitors show beside memory: a card at rest. */
+/* Other figures of monitors: a card at rest. */
 DEVICE(nvmlDeviceGetUtilizationRates, (Device *device, Utilization *rates), {
   if (device->card || device->num_slices) result = NOT_SUPPORTED; /* as with MIG enabled */
   else *rates = (Utilization){0, 0};

@@ -11,7 +11,7 @@ speed are the CPU's. Random numbers come from the CPU's generator.
 
 Other processes on the card, scripted or real, are in the card file (`SimCard`); with
 `SIMGPU_CARD=path` several processes share one. Under torchrun and `accelerate launch` each rank has
-a card of its own, `simgpu:0`, and gloo does the collectives.
+its own card, `simgpu:0`, and gloo runs the collectives.
 
 It differs from a CUDA card:
 
@@ -27,9 +27,9 @@ It differs from a CUDA card:
   `SimCard.hold(os.getpid(), ...)` adds it.
 
 Importing this module does nothing. Enabling affects the process and cannot be undone; it sets
-`ACCELERATE_TORCH_DEVICE`, and `teach.py` names the three functions of other libraries that it
+`ACCELERATE_TORCH_DEVICE`, and `teach.py` lists the three functions of other libraries that it
 changes, and why. Enabling needs a C++ compiler once for each torch (about ten seconds; the result
-is kept in the cache). Before that, everything else here raises RuntimeError.
+is kept in the cache). Before you enable it, everything else here raises RuntimeError.
 """
 
 import atexit
@@ -101,7 +101,7 @@ def enable(capacity_bytes: int | None = None, card: SimCard | None = None) -> No
             set_capacity(capacity_bytes)
         return
     if "TRAINER_PLUGINS_DRYCUDA" in os.environ:
-        return  # a plan runs the program, and its dry card is the card
+        return  # in a plan's dry run, the dry card is the card
     from trainer_plugins.testing.simgpu.build import load
 
     library = load()
@@ -121,20 +121,20 @@ def is_enabled() -> bool:
 
 
 def set_capacity(capacity_bytes: int) -> None:
-    """Change the capacity of the card, at least 2 MiB. What is reserved stays, even above it."""
+    """Change the capacity of the card, at least 2 MiB. Reserved memory stays, even above it."""
     _check_capacity(capacity_bytes)
     card().capacity_bytes = capacity_bytes
 
 
 def card() -> SimCard:
-    """Return the card of this process, to see who holds what and to script other processes."""
+    """Return this process's card, to list its processes and to script others."""
     return _require_enabled().card
 
 
 def fail_at(n: int) -> None:
     """Make the n-th allocation from now raise `torch.OutOfMemoryError`, once, even with room.
 
-    As in a real failure, the cache is released and a retry counted first; the message says that
+    As in a real failure, the cache is flushed and a retry counted first; the message says that
     nothing is free.
     """
     if n < 1:
@@ -145,8 +145,8 @@ def fail_at(n: int) -> None:
 def place_next_segment(address: int) -> None:
     """Place the card's next segment at this address of the process.
 
-    The addresses decide which of two free blocks of one size is taken, so a trace of a real card
-    can only be repeated at its addresses. If the address is in use, that allocation fails.
+    The allocator picks between two free blocks of one size by address, so a real card's trace can
+    only be repeated at its addresses. If the address is in use, that allocation fails.
     """
     _require_enabled().library.simgpu_place_next(address)
 
@@ -182,9 +182,9 @@ def _register(library: ctypes.CDLL) -> None:
 
 def _finish_backward(owner_pid: int) -> None:
     """Wait for autograd's device thread before the interpreter ends."""
-    # It may still drop the graph of a pass, which needs the interpreter's lock: asked for during
-    # finalisation it ends the thread in a C++ destructor (exit code 134), as on CUDA. A forked
-    # child has no such thread.
+    # It may still drop the graph of a pass, which needs the interpreter's lock: taken during
+    # finalisation, the lock ends the thread in a C++ destructor (exit code 134), as on CUDA. A
+    # forked child has no such thread.
     if os.getpid() == owner_pid:
         _require_enabled().library.simgpu_finish_backward()
 

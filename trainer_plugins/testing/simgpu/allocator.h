@@ -1,4 +1,4 @@
-// A caching allocator with CUDA's rules over host memory and a card file. What it follows is the default path of
+// A caching allocator with CUDA's rules over host memory and a card file. It follows the default path of
 // c10/cuda/CUDACachingAllocator.cpp (one stream, no max_split_size, no garbage collection), and its expandable segments:
 // names and order are that file's, so that the two can be read side by side.
 #pragma once
@@ -181,7 +181,7 @@ class DeviceAllocator final : public c10::DeviceAllocator {
     if (best == pool.end()) {
       return nullptr;
     }
-    if ((*best)->expandable_segment) {  // what it can grow to counts as its size
+    if ((*best)->expandable_segment) {  // its potential size counts
       for (auto next = std::next(best); next != pool.end() && (*best)->expandable_segment &&
                                         (*next)->expandable_segment && room_of(*next) < room_of(*best);) {
         best = next++;
@@ -322,7 +322,7 @@ class DeviceAllocator final : public c10::DeviceAllocator {
 
   Unmapped& unmapped_of(bool is_small) { return is_small ? small_unmapped_ : large_unmapped_; }
 
-  // Shortens a block, and returns what is behind it, in no set.
+  // Shortens a block, and returns the rest, which is in no set.
   static Block* cut(Block* block, size_t size, bool mapped) {
     auto* behind = new Block{block->ptr + size, block->size - size, 0, block->is_small, false, block, block->next,
                              block->expandable_segment, mapped};
@@ -482,7 +482,7 @@ class DeviceAllocator final : public c10::DeviceAllocator {
   }
 
   std::mutex mutex_;
-  Pool small_blocks_, large_blocks_;  // what is cached
+  Pool small_blocks_, large_blocks_;  // the cache
   Unmapped small_unmapped_, large_unmapped_;  // parts of expandable segments without memory
   bool expandable_segments_ = false;
   std::unordered_map<void*, Block*> allocated_blocks_;

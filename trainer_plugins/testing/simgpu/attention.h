@@ -10,7 +10,7 @@
 
 namespace simgpu {
 
-// What the CPU would take. Its flash kernel has no dropout and then the scores are stored; CUDA's has.
+// The CPU's choice. Its flash kernel has no dropout, so the scores are then stored; CUDA's has it.
 inline int64_t choose_attention(
     const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const std::optional<at::Tensor>& mask,
     double dropout, bool is_causal, std::optional<double> scale, bool enable_gqa) {

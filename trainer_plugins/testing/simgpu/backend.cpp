@@ -54,7 +54,7 @@ TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
   m.impl("_has_compatible_shallow_copy_type", &has_compatible_shallow_copy_type);
 }
 
-#if SIMGPU_TORCH_VERSION < 210  // torch has this itself since 2.10; what has no autograd, a collective, would not be found
+#if SIMGPU_TORCH_VERSION < 210  // in torch since 2.10; without it, collectives (which have no autograd) are not found
 TORCH_LIBRARY_IMPL(_, AutogradPrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFallthrough());
 }

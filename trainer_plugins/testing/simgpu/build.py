@@ -1,4 +1,4 @@
-"""Builds the C++ half of simgpu, once for each torch, and loads it."""
+"""Build the C++ half of simgpu, once for each torch, and load it."""
 
 import ctypes
 import functools
@@ -21,7 +21,7 @@ _SETTERS = {
     "simgpu_fail_at": ctypes.c_uint64,
     "simgpu_limit": ctypes.c_uint64,
     "simgpu_place_next": ctypes.c_uint64,
-}  # the functions that set one number, and its type
+}  # functions that set one number, each with its type
 
 
 class SimgpuUnavailable(RuntimeError):  # noqa: N818 - it names a state, as is_available does
@@ -29,7 +29,7 @@ class SimgpuUnavailable(RuntimeError):  # noqa: N818 - it names a state, as is_a
 
 
 def unavailable_reason() -> str | None:
-    """Say why simgpu cannot run here; None if it can. This builds it if necessary."""
+    """Return why simgpu cannot run here; None if it can. Builds it if necessary."""
     try:
         built_library()
     except SimgpuUnavailable as error:

@@ -1,5 +1,5 @@
 // The card file: the single truth about one simulated card, a small file that several processes map at once.
-// trainer_plugins/testing/card.py is the same layout in Python and says what each field means; keep the two in step.
+// trainer_plugins/testing/card.py has the same layout in Python and explains each field; keep the two in sync.
 #pragma once
 
 #include <c10/util/Exception.h>

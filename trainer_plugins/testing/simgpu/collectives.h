@@ -13,7 +13,7 @@
 
 namespace simgpu {
 
-// What a collective returns: gloo's own work, whose tensors are let go of by the thread that waited for it, as NCCL's
+// The result of a collective: gloo's own work, whose tensors are released by the thread that waited for it, as NCCL's
 // are. Gloo's thread keeps them until it runs again (ProcessGroupGloo::runLoop), which on a busy machine is now and
 // then so late that the caller's next tensors need more of the card than they would.
 class Work final : public c10d::Work {

@@ -1,5 +1,4 @@
-// What torch asks of a device besides memory and kernels: the current device, streams, events, generators, pinned
-// memory.
+// Torch's device interface besides memory and kernels: the current device, streams, events, generators, pinned memory.
 #pragma once
 
 #include <ATen/CPUGeneratorImpl.h>

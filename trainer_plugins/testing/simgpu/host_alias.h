@@ -90,7 +90,7 @@ class HostAliases {
     return device;
   }
 
-  // The same for what lies on the interpreter's stack: tensors, lists of tensors, lists of lists (the collectives).
+  // The same for values on the interpreter's stack: tensors, lists of tensors, lists of lists (the collectives).
   c10::IValue to_host(const c10::IValue& value) {
     return convert(value, [this](const at::Tensor& tensor) { return to_host(tensor); });
   }

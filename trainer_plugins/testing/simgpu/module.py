@@ -1,4 +1,4 @@
-"""Builds `torch.simgpu`, which answers torch, transformers and accelerate as `torch.cuda` does."""
+"""Build `torch.simgpu`, which answers torch, transformers and accelerate as `torch.cuda` does."""
 
 import contextlib
 import types
@@ -26,7 +26,7 @@ _FROM_ACCELERATOR = (
 
 @dataclass(frozen=True)
 class DeviceProperties:
-    """Holds what a simulated card has of `torch.cuda.get_device_properties`."""
+    """Holds a simulated card's subset of `torch.cuda.get_device_properties`."""
 
     name: str
     total_memory: int
@@ -56,7 +56,7 @@ def make_module(
 
 
 def _device(num_indices: int) -> Functions:
-    """Return the functions of devices, the only stream, and the CPU's generator (device.h)."""
+    """Return the functions for devices, the only stream, and the CPU's generator (device.h)."""
     return {
         "is_available": lambda: True,
         "is_initialized": lambda: True,

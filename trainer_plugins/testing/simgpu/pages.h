@@ -1,4 +1,4 @@
-// Addresses of the host without memory, and memory at them: what cuMemAddressReserve, cuMemMap and cuMemUnmap are to CUDA.
+// Host addresses without memory, and memory mapped to them: like CUDA's cuMemAddressReserve, cuMemMap and cuMemUnmap.
 #pragma once
 
 #include <c10/util/Exception.h>

@@ -1,7 +1,7 @@
-"""Teaches other libraries about simgpu while it is enabled, because they list devices by name.
+"""Teach other libraries about simgpu while it is enabled, because they list devices by name.
 
-Three functions are replaced: `is_torch_bf16_gpu_available` of transformers, which would refuse
-bf16; accelerate's `clear_device_cache`, which now empties simgpu's cache too; and its
+It replaces three functions: `is_torch_bf16_gpu_available` of transformers, which would refuse bf16;
+accelerate's `clear_device_cache`, which now also empties simgpu's cache; and its
 `PartialState._prepare_backend`: without an answer every rank trains alone, and with `use_cpu=True`
 `ACCELERATE_TORCH_DEVICE` would put batches on simgpu and leave the model on the CPU.
 """
@@ -18,7 +18,7 @@ from trainer_plugins.patched import Patches
 
 
 def teach_libraries() -> None:
-    """Teach modules that are imported already, and the others when they are imported."""
+    """Teach the modules already imported, and the others on import."""
     for name in _LESSONS:
         if name in sys.modules:
             _teach(name)
@@ -55,7 +55,7 @@ def _teach_distributed(module: types.ModuleType) -> None:
         backend: str | None = None,
     ) -> object:
         if cpu and self.device is not None and self.device.type == "simgpu":
-            self.device = None  # to be chosen as if ACCELERATE_TORCH_DEVICE were not set
+            self.device = None  # chosen as if ACCELERATE_TORCH_DEVICE were not set
         if not cpu and int(os.environ.get("LOCAL_RANK", "-1")) != -1:
             return backend or "gloo", module.DistributedType.MULTI_GPU
         return original(self, cpu, sagemaker_dp, backend)
@@ -71,7 +71,7 @@ _LESSONS: dict[str, Callable[[types.ModuleType], None]] = {
 
 
 def _replace(module: types.ModuleType, name: str, taught: Callable[..., object]) -> None:
-    """Replace a function in its module and wherever it has been imported from there by name."""
+    """Replace a function in its module, and wherever others imported it by name."""
     original = getattr(module, name)
     for other in [module, *sys.modules.values()]:
         if getattr(other, "__dict__", {}).get(name) is original:

@@ -1,7 +1,7 @@
-"""The rules that name a cause of a text: numbers and words that prove one come before places.
+"""Order the rules that name a cause of a text: conclusive numbers and words come before places.
 
 To add a cause, write its rule here and give it its place in `RULES`, its remedies in
-`trainer_plugins/advice/for_causes.py`, and where these apply in
+`trainer_plugins/advice/for_causes.py`, and their conditions in
 `trainer_plugins/explain/text/remedies/applies.py`. `docs/explain.md` explains its code, and
 `tests/explain/corpus/` has a real text.
 """
@@ -13,11 +13,11 @@ from trainer_plugins.explain.text.causes import numbers, off_card, others, place
 from trainer_plugins.explain.text.text_facts import Rule, TextFacts
 
 RULES: tuple[Rule, ...] = (
-    # Sizes that make no sense.
+    # Impossible sizes.
     numbers.impossible_size,
     numbers.largest_block,
     numbers.contradictory,
-    # Who else is on the card.
+    # Others on the card.
     others.ddp_gpu0,
     others.own_ranks,
     others.data_parallel,
@@ -31,10 +31,10 @@ RULES: tuple[Rule, ...] = (
     numbers.pieces_beside_others,
     others.foreign,
     numbers.mps_other,
-    # What the run was doing.
+    # The phase of the run.
     *place.PLACES,
     place.logits_by_size,
-    # What is left: pieces, a shape, growth, size.
+    # The rest: fragments, a shape, growth, size.
     numbers.fragmentation,
     numbers.mostly_cache,
     numbers.wrong_shape,
@@ -45,7 +45,7 @@ _MOST_CAUSES = 3
 
 
 def causes_of(facts: TextFacts) -> tuple[Cause, ...]:
-    """Judge the facts: the answer first, then what else is possible if it is not certain."""
+    """Judge the facts: the answer first, then other possibilities if it is not certain."""
     found: dict[str, Cause] = {}
     for rule in RULES:
         one = None if found and rule is numbers.capacity else rule(facts)

@@ -1,4 +1,4 @@
-"""Causes that the numbers of a message show."""
+"""Judge causes by the numbers of a message."""
 
 import re
 
@@ -13,7 +13,7 @@ from trainer_plugins.units import GIB, MIB
 
 ONE_BLOCK = "NOT allocate memory block with size larger than"
 _OTHER_FRACTION = 0.25
-_LITTLE_FRACTION = 0.5  # live at the peak, of what is reserved
+_LITTLE_FRACTION = 0.5  # live at the peak, as a fraction of reserved memory
 # `max_allocated: 8.34e+03`, `| GPU reserved memory | 5542 MiB`, DeepSpeed's `MA 8.3 GB  CA 55 GB`.
 _NOTED = re.compile(
     r"(?<![a-z])(?:max_?|peak[_ ]|GPU |memory_)?((?:[Aa]lloc|[Rr]eserv|[Cc]ache)[a-z]*|MA|CA)\b"
@@ -69,7 +69,7 @@ def is_held_outside_torch(facts: TextFacts) -> bool:
 
 
 def contradictory(facts: TextFacts) -> Cause | None:
-    """The driver refused before torch held any memory, or though memory was free."""
+    """The driver refused before torch held any memory, or although memory was free."""
     room = facts.total_bytes if facts.free_bytes is None else facts.free_bytes
     held_nothing = facts.live_bytes == 0 and room is not None and (facts.asked_bytes or 0) <= room
     if held_nothing or "cudaGetDeviceCount" in facts.oom.text:
@@ -78,14 +78,14 @@ def contradictory(facts: TextFacts) -> Cause | None:
 
 
 def judge_refusal(facts: TextFacts) -> Cause | None:
-    """The driver refused though memory was free."""
+    """The driver refused although memory was free."""
     free, total, asked = facts.free_bytes, facts.total_bytes, facts.asked_bytes
     if free is None or asked is None or facts.oom.limit_bytes is not None:
         return None
     if facts.oom.source == "engine":
-        return None  # it has asked for nothing yet
+        return None  # it has not asked for anything yet
     is_absurd = total is not None and free > total
-    # A neighbour may release memory between the refusal and the message.
+    # Another process may release memory between the refusal and the message.
     slack = asked if is_held_by_others(facts) else 0.05 * asked
     if not is_absurd and not is_refused_though_free(asked, free, slack):
         return None
@@ -154,7 +154,7 @@ def mps_other(facts: TextFacts) -> Cause | None:
 
 
 def fragmentation(facts: TextFacts) -> Cause | None:
-    """The request would have fitted in what torch holds unused, were that in one piece."""
+    """The request would have fit into torch's unused memory, were that contiguous."""
     if not is_fragmented(facts):
         return None
     setting = advice.EXPANDABLE_SEGMENTS.flag(Door.ENVIRONMENT).partition("=")[2]
@@ -170,7 +170,7 @@ def fragmentation(facts: TextFacts) -> Cause | None:
 
 
 def mostly_cache(facts: TextFacts) -> Cause | None:
-    """Lines of a log show far more reserved than was ever allocated, and the message no numbers."""
+    """Log lines show far more reserved than was ever allocated; the message has no numbers."""
     if facts.live_bytes is not None or facts.oom.source not in ("allocator", "masked"):
         return None
     found: dict[bool, float] = {}
@@ -201,14 +201,14 @@ def mostly_cache(facts: TextFacts) -> Cause | None:
 
 
 def pieces_beside_others(facts: TextFacts) -> Cause | None:
-    """Others hold much too, but torch's own unused memory is more, and was enough alone."""
+    """Others hold much too, but torch's own unused memory is more, and would have been enough."""
     was_enough = (facts.unused_bytes or 0) > max(facts.asked_bytes or 0, facts.others_bytes or 0)
     is_doubtful = is_held_by_others(facts) and not facts.neighbours
     return fragmentation(facts) if was_enough and is_doubtful else None
 
 
 def is_fragmented(facts: TextFacts) -> bool:
-    """Return whether the unused reservation was large enough to be worth anything here."""
+    """Return whether the unused reserved memory was large enough to matter here."""
     asked, unused, total = facts.asked_bytes, facts.unused_bytes, facts.total_bytes
     free = facts.free_bytes or 0
     if asked is None or unused is None or total is None:
@@ -232,7 +232,7 @@ def wrong_shape(facts: TextFacts) -> Cause | None:
 
 
 def capacity(facts: TextFacts) -> Cause:
-    """Nothing else is shown: the run is too large for the card."""
+    """No other cause is shown: the run is too large for the card."""
     live, total, frame = facts.live_bytes, facts.total_bytes, facts.users_frame or facts.failed
     limit = facts.oom.limit_bytes
     fills = live is not None and bool(total) and live >= _IMPORTANT_FRACTION * (total or 0)

@@ -1,4 +1,4 @@
-"""Causes outside the card: main memory, shared memory, pinned memory, collectives."""
+"""Judge causes outside the card: main memory, shared memory, pinned memory, collectives."""
 
 import re
 
@@ -21,16 +21,16 @@ _LIMITING = r"(?i)slurmstepd|SLURM_|\bsrun\b|\bsbatch\b|kubectl|kubelet|docker r
 
 SLURM = r"(?i)slurm|\bsrun\b|\bsbatch\b"
 CONTAINER = r"(?i)docker|kubectl|kubelet|\bpod\b"
-# Notebooks in the cloud, whose user has no sudo on the host.
+# Cloud notebooks, whose users have no sudo on the host.
 HOSTED = r"(?i)\bcolab\b|/content/|kaggle|/usr/local/lib/python3\.\d+/dist-packages/google"
-# Files of NCCL in which it registers main memory, and a system that often refuses that.
+# NCCL's files that register main memory, and a system that often refuses that.
 NCCL_ON_THE_HOST = (
     r"transport/shm\.cc|ncclShm\w*|cuMemHost\w*|ibv_reg_mr\w*|shmutils\.cc"
     r"|microsoft-standard-WSL2|\bWSL2?\b"
 )
 
 LOAD_BAR = r"Loading (?:weights|checkpoint shards): {1,3}(?!100)\d{1,2}%"
-# DeepSpeed prints it before it writes; with ZeRO-3 the first rank has gathered all weights then.
+# DeepSpeed prints it before it writes; under ZeRO-3 the first rank has gathered all weights then.
 SAVE_LINE = r"(?m)^(?:\[Torch\] )?Saving [^\n]*\n(?:(?!.*Saved )[^\n]*\n){0,4}?Killing sub"
 WORKER_KILLED = "a dataloader worker was killed, as the kernel does when main memory is full"
 
@@ -70,7 +70,7 @@ def nccl(facts: TextFacts) -> Cause | None:
 
 
 def host_end(facts: TextFacts) -> Cause | None:
-    """A limit or the kernel ended the process for main memory, or another sender did."""
+    """A limit or the kernel ended the process because of main memory, or another sender did."""
     if facts.oom.source != "host":
         return None
     by_limit = re.search(_LIMITED, facts.oom.text)
@@ -104,7 +104,7 @@ def host_end(facts: TextFacts) -> Cause | None:
 
 
 def name_killer(facts: TextFacts) -> str:
-    """Name what shows who sent SIGKILL, by where the run was."""
+    """Name the tool that shows the sender of SIGKILL, given where the run was."""
     if facts.says(HOSTED):
         return "the notebook's own display of RAM, while it runs,"
     if facts.says(SLURM):
@@ -118,7 +118,7 @@ def name_killer(facts: TextFacts) -> str:
 
 
 def shows_main_memory(facts: TextFacts) -> bool:
-    """Return whether the text points to main memory, so that it was no stranger's signal."""
+    """Return whether the text points to main memory, which makes an outside signal unlikely."""
     words = (
         r"(?i)dataloader|offload|\boom\b|out of memory|\bRAM\b|(?:main|host|cpu) memory",
         r"exceeded (?:K8s pod )?memory|memory limit|memory usage",
@@ -177,7 +177,7 @@ def _host_use(facts: TextFacts) -> str | Said:
         return ""
     return say(
         "DeepSpeed last saw {host_used_bytes} of main memory in use, {host_used_fraction} of it.",
-        host_used_bytes=int(float(used[-1][1]) * GIB),  # psutil's bytes by 2**30, which it calls GB
+        host_used_bytes=int(float(used[-1][1]) * GIB),  # psutil's bytes by 2**30, labelled GB
         host_used_fraction=float(used[-1][2]) / 100,
     )
 

@@ -1,4 +1,4 @@
-"""Causes outside this run: neighbours on the card, engines, ranks, frameworks, earlier runs."""
+"""Judge causes outside this run: other processes, engines, ranks, frameworks, earlier runs."""
 
 import re
 
@@ -19,7 +19,7 @@ ENGINE = (
 )
 _WARMS_UP = r"warming up|Capture cuda graph failed"
 _SERVES = r"\b(?:vllm|sglang) serve\b|(?:vllm|sglang)\.(?:launch_server|entrypoints)"
-# The words of an engine that refuses to start or to go on, and what they mean.
+# An engine's refusals to start or to continue, and their meaning.
 _REFUSALS = (
     (r"out of memory", "the inference engine's pool of requests or tokens is full"),
     (r"on startup", "the inference engine asks for a larger share of the card than is free"),
@@ -71,7 +71,7 @@ def ddp_gpu0(facts: TextFacts) -> Cause | None:
 
 
 def data_parallel(facts: TextFacts) -> Cause | None:
-    """One process drives several cards, and gathers what they make on the first."""
+    """One process drives several cards, and gathers their outputs on the first."""
     frame = facts.find_call(r"scatter_gather\.py|Gather\.apply|gather\(outputs", innermost=6)
     evidence: list[str | Said] = [f"It failed in {frame}."] if frame else []
     for pid in dict.fromkeys(one.pid for one in facts.processes):
@@ -133,7 +133,7 @@ def engine_share(facts: TextFacts) -> Cause | None:
 
 
 def _is_crowded(facts: TextFacts) -> bool:
-    """Return whether others hold the card, or the engine counts what it has released."""
+    """Return whether others hold the card, or the engine counts memory that it has released."""
     held = is_held_by_others(facts) or is_held_outside_torch(facts)
     return held or (facts.live_bytes or 0) > (facts.total_bytes or facts.live_bytes or 0)
 
@@ -193,7 +193,7 @@ def foreign(facts: TextFacts) -> Cause | None:
 
 
 def sum_of(facts: TextFacts) -> Said:
-    """Say whose the card's memory is."""
+    """Attribute the card's memory to processes."""
     return facts.states(
         "{capacity_bytes} card: {own_bytes} yours, {free_bytes} free, so {others_bytes} are"
         " others'. You asked for {requested_bytes}.",
@@ -208,7 +208,7 @@ def _names(facts: TextFacts) -> str:
 
 
 def _judge_table(facts: TextFacts) -> Cause | None:
-    """Judge by a pasted nvidia-smi table, where the message has no numbers."""
+    """Judge by a pasted nvidia-smi table, if the message has no numbers."""
     full = [one for one in facts.cards if one[0] >= _FULL_FRACTION * one[1]]
     if not full or facts.oom.source not in ("driver", "library", "masked") or facts.live_bytes:
         return None
@@ -244,7 +244,7 @@ def _judge_first_touch(facts: TextFacts) -> Cause | None:
 
 
 def leftover(facts: TextFacts) -> Cause | None:
-    """Something of an earlier run in this process is still alive."""
+    """Objects of an earlier run in this process are still alive."""
     trial = facts.says(_TRIAL)
     share = (facts.live_bytes or 0) / (facts.total_bytes or 1)
     is_small = (facts.asked_bytes or 0) < 0.05 * (facts.total_bytes or 0)
@@ -265,7 +265,7 @@ def leftover(facts: TextFacts) -> Cause | None:
 
 
 def judge_catch(facts: TextFacts) -> Cause | None:
-    """The script catches the OOM, and what it caught keeps the tensors."""
+    """The script catches the OOM, and the caught error keeps the tensors alive."""
     if facts.num_skipped < 2:
         return None
     return cause(

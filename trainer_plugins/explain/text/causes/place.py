@@ -1,4 +1,4 @@
-"""Causes that the place of the failure shows: what the run was doing, and for which tensor."""
+"""Judge causes by the place of the failure: the activity of the run, and the tensor."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from trainer_plugins.explain.text.solved import (
 from trainer_plugins.explain.text.text_facts import Rule, TextFacts
 from trainer_plugins.units import GIB, MIB
 
-_DEEP = 6  # how many frames above the failing one still say what it was for
+_DEEP = 6  # how many frames above the failing one still show its purpose
 EVALUATION = (
     r"\b(?:\w+\.)?(?:evaluate|evaluation|evaluation_loop|prediction_loop|prediction_step|predict"
     r"|validate|validation\w*|_validate|eval_\w+|run_eval\w*|valid_\w+"
@@ -43,9 +43,9 @@ LOGITS = (
     r"cross_entropy|log_softmax|logsumexp|nll_loss|lm_head\(|ForCausalLMLoss|loss_function"
     r"|(?:\b|_)logits?\b.*(?:float|\.to\(|contiguous|clone|softmax|temperature)|shift_logits"
     r"|selective_log|_logps|logprobs|log_probs|entropy_from"
-    r"|_convert_to_fp32"  # accelerate's: a model's outputs, the largest of which are logits
+    r"|_convert_to_fp32"  # accelerate's: a model's outputs, mostly logits
 )
-# What the Trainer and accelerate do with the outputs of a batch that they keep.
+# Functions with which the Trainer and accelerate collect the outputs of batches.
 COLLECTING = (
     r"nested_concat|nested_gather|pad_across_processes|gather_for_metrics|gather_function"
     r"|nested_detach|preds_host|all_preds|EvalLoopContainer|all_logits|\bpreds\.append"
@@ -67,15 +67,15 @@ class ByFrame:
 
     code: str
     pattern: str
-    unknown: str  # what the text does not show, and what settles it
+    unknown: str  # the open question, and how to settle it
     summary: str = ""
     innermost: int | None = _DEEP
-    unless: str = ""  # frames with which it is something else
-    unless_within: str = ""  # frames that it must not have called: then those were what failed
-    within: str = ""  # a frame that must be there as well
-    least_bytes: int = 0  # with a smaller request it is something else
-    words: str = ""  # a person's words for it, where no frame shows the place
-    solve: Callable[[TextFacts], Said | str] | None = None  # says what the size is that was refused
+    unless: str = ""  # frames with which it is another cause
+    unless_within: str = ""  # frames it must not have called, which then failed
+    within: str = ""  # a frame that must also be there
+    least_bytes: int = 0  # a smaller request is another cause
+    words: str = ""  # a person's words for it, if no frame shows the place
+    solve: Callable[[TextFacts], Said | str] | None = None  # explains the refused size
 
     def __call__(self, facts: TextFacts) -> Cause | None:
         if self.words and not facts.frames and (sentence := facts.find_sentence(self.words)):
@@ -99,7 +99,7 @@ class ByFrame:
 
 
 def _moment(words: str) -> str:
-    """Make a pattern for the moment in which it happens, as a person says it."""
+    """Build a pattern for the moment of the failure, as a person describes it."""
     when = r"\b(?:during|when(?:ever)?|while|once|if|at|on|in|upon|after|before|each|every|by)\b"
     return rf"{when}[^.!?]{{0,40}}?\b(?:{words})|^\W*(?:{words})\W?[:-]"
 
@@ -120,7 +120,7 @@ def logits_loss(facts: TextFacts) -> Cause | None:
 
 
 def logits_by_size(facts: TextFacts) -> Cause | None:
-    """A text without frames names the model, and the size is that of its logits."""
+    """A text without frames names the model, and the size matches its logits."""
     if facts.frames or facts.oom.source != "allocator" or find_model(facts.whole) is None:
         return None
     equation = solve_logits(facts)
@@ -135,7 +135,7 @@ def logits_by_size(facts: TextFacts) -> Cause | None:
 
 
 def long_sample(facts: TextFacts) -> Cause | None:
-    """The run had fitted for some steps."""
+    """The run had fit for several steps."""
     is_else = facts.find_call(EVALUATION) or not (facts.find_call(TRAINING) or not facts.frames)
     if not facts.progress or is_else or facts.oom.source not in ("allocator", "masked", "library"):
         return None

@@ -1,4 +1,4 @@
-"""Remedies against each cause that a text shows, in the order of `advice.for_causes`."""
+"""Choose remedies for each cause that a text shows, in the order of `advice.for_causes`."""
 
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -28,7 +28,7 @@ def remedies_of(causes: Iterable[Cause], facts: TextFacts) -> tuple[Remedy, ...]
 
 
 def choose_remedies(code: str, order: Iterable[Advice], facts: TextFacts) -> Iterator[Remedy]:
-    """Yield what applies to a text of the advice against a cause."""
+    """Yield the advice against a cause that applies to a text."""
     return remedies_for(code, order, lambda each: _build(each, code, facts), facts.vendor)
 
 
@@ -46,7 +46,7 @@ def _order(code: str, facts: TextFacts) -> tuple[Advice, ...]:
 
 
 def _is_last_straw(facts: TextFacts) -> bool:
-    """Return whether little was asked of a full card after some steps: memory may have grown."""
+    """Return whether a full card refused a small request after some steps: it may be a leak."""
     asked, live, total = facts.asked_bytes, facts.live_bytes, facts.total_bytes
     if not facts.progress or not uses_trainer(facts) or asked is None or not live or not total:
         return False

@@ -1,4 +1,4 @@
-"""Advice applies where a text shows that it does: by frames, words and numbers."""
+"""Decide which advice applies to a text, by its frames, words and numbers."""
 
 from collections.abc import Callable, Mapping
 
@@ -45,14 +45,14 @@ def _is_large(facts: TextFacts) -> bool:
 
 
 def _has_workers(facts: TextFacts) -> bool:
-    """Return whether dataloader workers may have filled main memory, all at once or in time."""
+    """Return whether dataloader workers may have filled main memory, at once or over time."""
     if facts.says(r"DataLoader worker|dataloader"):
         return True
     return bool(facts.progress) and not facts.says("(?i)offload")
 
 
 def _loads_twice(facts: TextFacts) -> bool:
-    """Return whether loading may have filled main memory, and nothing shows that another did."""
+    """Return whether loading may have filled main memory, with no sign of another cause."""
     is_else = _has_workers(facts) or facts.says(_OFFLOADS)
     return not is_else and (not facts.oom.is_certain or facts.find_call(place.LOADING) is not None)
 
@@ -86,9 +86,9 @@ _EXPERTS_IN_16_BITS = _all_of(
     _STACKS_EXPERTS,
     _says(r"load_in_[48]bit|BitsAndBytes|bnb_|(?i:qlora)"),
 )
-_REFUSED = _says("dispatched on the CPU or the disk")  # only of a quantised model
+_REFUSED = _says("dispatched on the CPU or the disk")  # only with a quantised model
 _MAP = _says(r"device_map[\"']?\s*[=:]\s*[\"']?(?:auto|balanced|sequential)")
-# Under WSL nvidia-smi never lists a process, and there is no device file to ask for.
+# Under WSL nvidia-smi never lists a process, and there is no device file to query.
 _HIDES_HOLDERS = _all_of(_says("No running processes found"), _none_of(_is_windows))
 _RANKS = _says(r"local_rank|nproc_per_node|num_processes|\[rank\d|torchrun|accelerate launch")
 _IS_LOADING = _any_of(_is_called(place.LOADING), _LOAD_BAR)
@@ -171,7 +171,7 @@ APPLIES: Mapping[Advice, Test] = {
     advice.MEMORY_FRACTION: _none_of(shows_trainer, _ON_THE_HOST),
     advice.RELEASE_EARLIER_RUNS: _TRIAL,
     advice.RESTART_KERNEL: _none_of(_TRIAL),
-}  # what is not here applies everywhere
+}  # advice not listed here applies everywhere
 
 APPLIES_TO_CAUSE: Mapping[tuple[str, Advice], Test] = {
     ("api-misuse", advice.FEWER_INPUTS): _says(ONE_BLOCK),
@@ -196,10 +196,10 @@ APPLIES_TO_CAUSE: Mapping[tuple[str, Advice], Test] = {
     ("host-limit", advice.FEWER_WORKERS): _has_workers,
     ("host-limit", advice.MORE_MAIN_MEMORY): _none_of(_SLURM),
     ("leftover", advice.SMALLER_MICRO_BATCH): _none_of(_TRIAL),
-    # transformers 5, which alone converts, loads the dtype of the checkpoint
+    # transformers 5, the only one that converts, loads in the checkpoint's dtype
     ("load-too-large", advice.HALF_PRECISION_WEIGHTS): _none_of(_KBIT, _MXFP4, _CONVERTS, _REFUSED),
     **{("zero3-gather", each): _none_of(_GATHERS_ALL) for each in LESS_OF_THE_BATCH},
     ("quadratic-attention", advice.FLASH_ATTENTION): _SDPA,
     ("quadratic-attention", advice.SDPA_ATTENTION): _none_of(_SDPA),
     ("shm", advice.FEWER_WORKERS): _none_of(_says("/dev/shm/nccl")),
-}  # where it depends on the cause too; it counts instead of `APPLIES`
+}  # conditions for a cause, which replace those in `APPLIES`

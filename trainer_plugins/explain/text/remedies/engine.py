@@ -1,4 +1,4 @@
-"""An inference engine's share of the card: smaller, larger, or shorter requests."""
+"""Adjust an inference engine's share of the card: smaller, larger, or shorter requests."""
 
 import re
 from math import ceil, floor
@@ -24,7 +24,7 @@ _LARGEST_SHARE, _SMALLEST_SHARE, _STEP = 0.95, 0.1, 0.05
 class _Engine(NamedTuple):
     words: str
     door: Door
-    usual_share: float  # what it takes by default
+    usual_share: float  # its default
 
 
 _PROGRAMS = (
@@ -36,7 +36,7 @@ _PROGRAMS = (
 
 
 def lower(one: Advice, facts: TextFacts) -> Remedy | None:
-    """Lower the share below the one in the text, by what is missing or to what is free."""
+    """Lower the share below the one in the text, by the missing memory or to the free memory."""
     refuses_to_start = facts.oom.source == "engine"
     if refuses_to_start and not is_startup(facts):
         return None
@@ -59,7 +59,7 @@ def lower(one: Advice, facts: TextFacts) -> Remedy | None:
 
 
 def higher(one: Advice, facts: TextFacts) -> Remedy | None:
-    """Raise the share, if there is room above it: weights and graphs have left no cache."""
+    """Raise the share, if possible: weights and graphs have left no room for the cache."""
     if not _has_no_cache(facts) or " runs out of memory" in facts.oom.text:
         return None
     (share, default), total, missing = _share(facts), _total(facts), 0
@@ -79,7 +79,7 @@ def higher(one: Advice, facts: TextFacts) -> Remedy | None:
 
 
 def shorter(one: Advice, facts: TextFacts) -> Remedy | None:
-    """Take the length that the engine says would fit."""
+    """Take the length that would fit according to the engine."""
     found = facts.says(_LENGTH) if _has_no_cache(facts) else None
     if not found:
         return None
@@ -88,7 +88,7 @@ def shorter(one: Advice, facts: TextFacts) -> Remedy | None:
 
 
 def fewer_sequences(one: Advice, facts: TextFacts) -> Remedy | None:
-    """Warm up for fewer sequences: the engine measures its activations with all of them."""
+    """Warm up with fewer sequences: the engine measures its activations with all of them."""
     if named := re.search(r"smaller number for `(--[\w-]+)`", facts.oom.text):
         return remedy(
             one, f"{named[1]} 8", "its own words: it never asks for more than it has then"
@@ -104,18 +104,18 @@ def fewer_sequences(one: Advice, facts: TextFacts) -> Remedy | None:
 
 
 def spread_weights(one: Advice, facts: TextFacts) -> Remedy | None:
-    """Put less of the weights on each card."""
+    """Spread the weights over more cards."""
     door = Door.SGLANG if _program(facts).door is Door.SGLANG else Door.VLLM
     return remedy(one, door) if _has_no_cache(facts) else None
 
 
 def is_in_training(facts: TextFacts) -> bool:
-    """Return whether an engine that has started runs in the process of the training."""
+    """Return whether an engine that has started runs in the training process."""
     return _program(facts).door in (Door.TRL, Door.VERL) and facts.oom.source != "engine"
 
 
 def is_startup(facts: TextFacts) -> bool:
-    """Return whether the engine found less free than the share that it was to take."""
+    """Return whether the engine found less free memory than its share."""
     return facts.oom.source == "engine" and " on startup" in facts.oom.text
 
 
@@ -136,7 +136,7 @@ def _program(facts: TextFacts) -> _Engine:
 
 
 def _spell(one: Advice, facts: TextFacts, share: float) -> str:
-    """Write the setting as the text does, if it is a flag, an argument or an override there."""
+    """Write the setting as in the text, if it is a flag, an argument or an override there."""
     found = facts.says(_SETTING)
     if found and (found["name"].startswith("-") or found["sep"].strip() == "="):
         return f"{found['name']}{found['sep']}{share:g}"

@@ -1,4 +1,4 @@
-"""Fills advice with what a text shows: rows, bytes, lines, cards and the command of the run."""
+"""Fill in advice from a text: rows, bytes, lines, cards and the command of the run."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -26,17 +26,17 @@ _SUMMED_PRICE = (
     "with transformers 5 the gradients of {model} add up over micro-batches, unless you set"
     " trainer.model_accepts_loss_kwargs = False; survive_oom divides the batch exactly"
 )
-_OF_THE_REST = 0.95  # a card's context and pieces take the other part
+_OF_THE_REST = 0.95  # the rest is the card's context and fragmentation
 _IN_TRAINER = r"transformers[/\\]trainer|\btrl[/\\]|Trainer\.\w|swift[/\\]trainers"
 
 
 def uses_trainer(facts: TextFacts) -> bool:
-    """Return whether flags of TrainingArguments fit; without any frame they are assumed to."""
+    """Return whether TrainingArguments flags apply; without any frame, we assume so."""
     return not facts.frames or shows_trainer(facts)
 
 
 def shows_trainer(facts: TextFacts) -> bool:
-    """Return whether a frame or a word is of a Trainer of transformers."""
+    """Return whether a frame or a word belongs to a transformers Trainer."""
     return bool(facts.find_call(_IN_TRAINER) or facts.says(rf"{_ROWS}|TrainingArguments"))
 
 
@@ -201,4 +201,4 @@ FILLED: Mapping[Advice, Callable[[Advice, TextFacts], Remedy | None]] = {
     advice.LARGER_ENGINE_SHARE: engine.higher,
     advice.FEWER_SEQUENCES: engine.fewer_sequences,
     advice.TENSOR_PARALLEL: engine.spread_weights,
-}  # advice that takes something of the text; all other advice is the same for each text
+}  # advice filled in from the text; all other advice is the same for each text

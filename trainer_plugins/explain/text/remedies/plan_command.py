@@ -1,4 +1,4 @@
-"""plan_command: the `trainer-plugins plan` of a run, filled with what a text shows of it."""
+"""Build the `trainer-plugins plan` command of a run, filled in from a text."""
 
 import re
 import shlex
@@ -10,7 +10,7 @@ from trainer_plugins.explain.text.text_facts import TextFacts
 from trainer_plugins.printable import printable
 from trainer_plugins.units import GIB
 
-# The TrainingArguments that decide about memory; others need data or accounts.
+# The TrainingArguments that affect memory; others need data or accounts.
 DECIDING = (
     "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps",
     "eval_accumulation_steps", checkpointing.NAME, checkpointing.OPTIONS, "optim",
@@ -24,14 +24,14 @@ DECIDING = (
 _RANKS = "nproc_per_node|num_processes|num_gpus"
 _BITS = "bits|quantization_bit"
 _DOUBLE = "bnb_4bit_use_double_quant|double_quant|double_quantization|use_nested_quant"
-# Elsewhere than in a command line the names of the other arguments mean many things.
+# Outside a command line the names of the other arguments mean many things.
 _PLAIN = {"gradient_accumulation_steps", checkpointing.NAME, "bf16", "fp16", "optim"}
 _TRAINER = re.compile(r"trl[/\\]\S*?\b(sft|dpo|kto|reward|grpo|rloo|orpo|cpo)_trainer")
 _LEFT_OPEN = ("MODEL", "LENGTH", "RANK", "ROWS")
 
 
 def plan_command(facts: TextFacts) -> tuple[str, list[str]]:
-    """Write the command, and list what is to be filled in, because the text does not show it."""
+    """Write the command, and list the blanks that the text does not fill."""
     words = ["trainer-plugins", "plan", *_words(facts, Settings(facts))]
     return printable(shlex.join(words)), [word for word in words if word in _LEFT_OPEN]
 
@@ -52,7 +52,7 @@ def _words(facts: TextFacts, read: Settings) -> Iterator[str]:
         yield from ("--dtype", dtype)
     yield from _adapter(facts, read)
     yield from ("--per_device_train_batch_size", str(read.rows or "ROWS"))
-    precision = read.value("mixed_precision", "bf16|fp16")  # what accelerate computes in
+    precision = read.value("mixed_precision", "bf16|fp16")  # accelerate's computation dtype
     for name in DECIDING:
         value = read.value(name, r"[\w.]+") if name in _PLAIN else read.given.get(name)
         if name in ("bf16", "fp16") and (value == "auto" or precision == name):
