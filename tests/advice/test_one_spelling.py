@@ -55,6 +55,7 @@ READS = {
     # These read flags, keys and logs, and spell them in patterns and tables of keys.
     "allocator/": "reads and judges settings of the allocator",
     "explain/text/excerpt.py": "finds errors in logs",
+    "explain/text/causes/arithmetic.py": "finds settings in logs",
     "explain/text/causes/off_card.py": "finds errors in logs",
     "explain/text/followed.py": "finds settings in logs",
     "explain/text/remedies/applies.py": "finds settings in logs",

@@ -137,7 +137,7 @@ OFFLOAD, SAVED = "zero3_offload_optimizer", 'save_pretrained("adapter")'
         # An adapter is merged.
         (frame(f"{SITE}/unsloth/save.py", "unsloth_save_pretrained_merged", "unsloth_save_model(**arguments)") + frame(f"{SITE}/unsloth/save.py", "_merge_lora", "W.min().abs()") + FULL, "adapter-merge", SAVED, ROWS),
         (frame("merge.py", "<module>", "model = model.merge_and_unload()") + frame(f"{SITE}/peft/tuners/lora/bnb.py", "merge", "w_data = dequantize(w)") + FULL, "adapter-merge", SAVED, ROWS),
-        (frame(f"{SITE}/llamafactory/train/tuner.py", "export_model", "model.merge_and_unload()") + FULL, "adapter-merge", SAVED, ROWS),
+        (frame(f"{SITE}/llamafactory/train/tuner.py", "export_model", "model.merge_and_unload()") + FULL, "adapter-merge", "export_device: cpu", ROWS),
         ("OOM when merging the LoRA adapter into the base model\n" + FULL, "adapter-merge", SAVED, ROWS),
         ("model.push_to_hub_gguf crashes: CUDA out of memory", "adapter-merge", SAVED, ROWS),
         # A save.

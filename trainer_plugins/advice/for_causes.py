@@ -12,6 +12,7 @@ Room = Literal["text", "record", "snapshot", "watch", "check", "plan"]
 
 LESS_OF_THE_BATCH = (SMALLER_MICRO_BATCH, SURVIVE, CHECKPOINTING, PLAN_THE_RUN)
 _LESS_MAIN_MEMORY = (
+    STREAM_THE_DATA,
     FEWER_WORKERS,
     LIGHTER_SAMPLES,
     CHECK_LAUNCH_FILE,
@@ -38,6 +39,7 @@ FOR_CAUSE: Mapping[str, tuple[Advice, ...]] = {
         PLAN_THE_RUN,
     ),
     "contradictory": (ROCM_MEMORY, ROCM_LOG, WATCH_THE_CARD, MAPPING_LIMITS, WSL_MEMORY),
+    "cut-command": (JOIN_COMMAND,),
     "data-parallel": (ONE_PROCESS_A_CARD, ONE_CARD),
     "ddp-buckets": (SHARD_THE_RUN, ADAPTER, HALF_PRECISION_WEIGHTS),
     "ddp-gpu0": (OWN_CARD_FIRST, LOAD_INTO_MAIN_MEMORY, OWN_DEVICE_MAP),
@@ -99,6 +101,7 @@ FOR_CAUSE: Mapping[str, tuple[Advice, ...]] = {
     "optimizer-state": (*SMALLER_STATES, MORE_CARDS, PLAN_THE_RUN),
     "pinned": (NO_PINNED_OFFLOAD, NO_PINNED_ACTIVATIONS, NO_PINNED_BATCHES),
     "quadratic-attention": (SDPA_ATTENTION, FLASH_ATTENTION, SHORTER_ROWS, *LESS_OF_THE_BATCH),
+    "regression": (BACK_TO_WHAT_FITTED, *LESS_OF_THE_BATCH),
     "resume-load": (RESUME_GUARD, LOAD_INTO_MAIN_MEMORY, DROP_THE_COPY, RESUME_WITHOUT_STATES),
     "save-gather": (
         COPY_IN_MAIN_MEMORY,

@@ -287,3 +287,17 @@ SMALLER_BLOCKS = Advice(
     effect="a kernel's blocks are then small enough for this card's multiprocessors",
     code="smaller block sizes or num_stages=1 in the kernel, or another attention backend",
 )
+JOIN_COMMAND = Advice(
+    effect="the flags below it reach the program",
+    shell="delete the line that begins with #, or move it above the command",
+)
+BACK_TO_WHAT_FITTED = Advice(
+    effect="the run fitted there, by the text; compare the peaks of both before you report it",
+    shell="pip install 'PACKAGE==VERSION'   # that of the run that fitted",
+)
+STREAM_THE_DATA = Advice(
+    effect="samples are read when a step needs them, instead of all before the first",
+    price="the number of steps has to be given, and rows are shuffled in a buffer",
+    keeps_result=False,
+    code="datasets.load_dataset(..., streaming=True)",
+)

@@ -11,8 +11,9 @@ from trainer_plugins.explain.text.causes import causes_of, others
 from trainer_plugins.explain.text.causes.numbers import is_fragmented
 from trainer_plugins.explain.text.excerpt import Excerpt
 from trainer_plugins.explain.text.remedies import choose_remedies, remedies_of
+from trainer_plugins.explain.text.states import read_states
 from trainer_plugins.explain.text.text_facts import TextFacts, gather
-from trainer_plugins.explain.text.told import find_told_oom
+from trainer_plugins.explain.text.told import find_question, find_told_oom
 from trainer_plugins.oom import OutOfMemory
 from trainer_plugins.oom.rules import KILLED_FROM_OUTSIDE
 from trainer_plugins.record.oom_record import Process
@@ -136,7 +137,10 @@ def _explain_without_oom(excerpt: Excerpt, subject: str) -> Explanation:
             found = cause("not-an-oom", evidence, summary=f"this is no OOM: {meaning}", doubt=doubt)
             remedies = tuple(choose_remedies("not-an-oom", helps, facts))
             return Explanation(subject=subject, causes=(found,), remedies=remedies)
-    if found_in_words := find_told_oom(excerpt):
+    found_in_words = find_told_oom(excerpt)
+    if found_in_words is None and read_states(facts) is not None:
+        found_in_words = find_question(excerpt)
+    if found_in_words:
         return explain_excerpt(found_in_words, subject)
     return Explanation(subject=subject, causes=(), remedies=(), unknown=_name_unread(excerpt))
 

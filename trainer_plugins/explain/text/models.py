@@ -50,6 +50,7 @@ _MODELS = (
     Model("Gemma 2 2B", 256_000, 2304, 9216, 8),
     Model("Gemma 2 9B", 256_000, 3584, 14_336, 16),
     Model("Gemma 2 27B", 256_000, 4608, 36_864, 32),
+    Model("Gemma 3 270M", 262_144, 640, 2048, 4),
     Model("Gemma 3 1B", 262_144, 1152, 6912, 4),
     Model("Gemma 3 4B", 262_208, 2560, 10_240, 8),
     Model("Gemma 3 12B", 262_208, 3840, 15_360, 16),
@@ -106,5 +107,5 @@ def _pattern(name: str) -> str:
     family, version, *others = map(re.escape, name.split())
     if (family, version) == ("Llama", "3"):
         version = r"3(?:\.\d)?"
-    words = "[-_ ]{0,2}(?:instruct-)?".join((family, version, *others))
+    words = "[-_ ]{0,2}(?:(?:instruct|vl|coder|math|omni)[-_ ])?".join((family, version, *others))
     return rf"(?i)(?<![a-z]){words}(?![.\d]*\d|b\b)"

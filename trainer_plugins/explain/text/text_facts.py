@@ -36,8 +36,12 @@ _NO_SENTENCE = re.compile(
     r"|^\W*(?:Try|Consider|To avoid)\b|[Ii]f you\b|[Yy]ou (?:can|may|should|might|need)\b"
     r"|\[(?:INFO|WARN|ERROR|rank)|^\[?\d{4}-|Error: |^\W*(?:INFO|WARN|DEBUG)"
 )
+_PROSE = re.compile(
+    r"(?i)(?!.*(?:\.py\b|[a-z]_[a-z]))"
+    r".*\b(?:the|is|are|was|we|with|this|that|my)\b.*\b(?:the|and|is|are|to|of|it|with)\b"
+).match  # a sentence, in which no name of a program stands
 _SPEAKS = re.compile(
-    r"(?i:\bOOMs?\b|memory|[\d ]G(?:i?B)?\b|\b(?:crash|dies|died|fail|kill)\w*)"
+    r"(?i:(?<![a-z])OOM|显存|内存|memory|[\d ]G(?:i?B)?\b|\b(?:crash|dies|died|fail|kill)\w*)"
 ).search
 
 
@@ -182,7 +186,12 @@ class TextFacts:
     @property
     def _sentences(self) -> list[str]:
         lines = [line for line in self.text.splitlines() if not _NO_SENTENCE.search(line)]
-        return [one for line in lines for one in re.split(r"(?<=[.!?;]) ", line) if _SPEAKS(one)]
+        return [
+            one
+            for line in lines
+            for one in re.split(r"(?<=[.!?;]) |(?<=[。\uff01\uff1f])", line)
+            if _SPEAKS(one)
+        ]
 
     def says(self, pattern: str) -> re.Match[str] | None:
         """Find words anywhere in the text, including the head of the log."""
@@ -286,9 +295,10 @@ def gather(excerpt: Excerpt, oom: OutOfMemory) -> TextFacts:
 def _last_words(texts: Sequence[str], at: int) -> tuple[TracebackFrame, ...]:
     """Use the words right before the message as the place, if no frame is complete."""
     before = [text for text in texts[max(0, at - _NUM_LAST_WORDS) : at] if text.strip()]
-    words = [*before, re.split(_MESSAGE, texts[at])[0]]
+    words = [one for one in (*before, re.split(_MESSAGE, texts[at])[0]) if not _PROSE(one)]
     return tuple(
         TracebackFrame(file="", line=0, function="", code=one.strip())
         for one in words
-        if re.search(r"\w\((?!\):)|\", line \d|\.py[\"']?[:,] ?(?:line )?\d|^ +\w+ = ", one)
+        if not re.search(r"(?:Arguments|Config|Trainer|from_pretrained)\($", one.strip())
+        and re.search(r"\w\((?!\):)|\", line \d|\.py[\"']?[:,] ?(?:line )?\d|^ +\w+ = ", one)
     )

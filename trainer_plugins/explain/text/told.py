@@ -6,6 +6,7 @@ from trainer_plugins.explain.text.excerpt import Excerpt, LogLine
 from trainer_plugins.oom import OutOfMemory, classify_anywhere
 from trainer_plugins.oom.rules import KILLED_FROM_OUTSIDE, Source
 
+_HOST = r"(?:cpu|host|system|main)\)? ?(?:memory|ram)\b"
 # The exhausted resource, the reason for the end, and a person's words; specific ones first.
 _SAID: tuple[tuple[Source, str, str], ...] = (
     # vLLM before it gives up; SGLang's pool.
@@ -17,37 +18,73 @@ _SAID: tuple[tuple[Source, str, str], ...] = (
     ),
     ("shared", "", r"\b_share_(?:filename|fd)_cpu_\("),
     ("host", "", r"(?i:paging file is too small|\berror 1455)"),
-    ("host", KILLED_FROM_OUTSIDE, r"all available RAM|\bRay OOM\b"),
+    (
+        "host",
+        KILLED_FROM_OUTSIDE,
+        r"all available RAM|\bRay OOM\b|\bRAM OOM"
+        rf"|(?i:out of \(?{_HOST}|{_HOST}[^.!?]{{0,60}}\b(?:grow|increas|leak|full|explo)"
+        rf"|\b(?:oom|killed)\b[^.!?\n]{{0,40}}\b{_HOST}|grow[^.!?\n]{{0,12}} of {_HOST})"
+        r"|(?<!显)内存(?:OOM|溢出|不足|爆|一直|不断|持续)|(?i:\bgets? killed\b)",
+    ),
     ("nccl", "", r"(?i:unhandled ?cuda ?error)"),
     (
         "allocator",
         "",
-        r"(?i:out[ -]of[ -]memory|OutOfMemory|(?<![a-z0-9_-])OOM(?![a-z0-9_-])|CUDA out of$"
+        r"(?i:out[ -]of[ -]memory|OutOfMemory|CUDA out of$"
+        r"|(?<![a-z0-9_-])OOM(?:ing|s)?(?![a-z0-9_-])"
         r"|not enough (?:gpu )?memory|failed to allocate memory|capture cuda graph failed(?!:)"
         r"|enough GPU RAM|memory (?:use |usage )?(?:grows|rises|increases|climbs|keeps)"
         r"|\d ?Gi?B\b[^.!?]{0,24}\b(?:stays?|never (?:freed|released)|more each))"
-        r"|Invalid buffer size|NvMapMemAlloc\w*.{0,20}error 12|显存不足|爆显存|显存溢出",
+        r"|Invalid buffer size|NvMapMemAlloc\w*.{0,20}error 12"
+        r"|显存[还也会又]{0,2}(?:不足|不够|爆|溢出)|爆显存",
     ),
 )
-_NOT_SAID = r"(?i:\b(?:no|avoid\w*|prevent\w*|without|against|if|handl\w*)\b[^.!?]{0,40})"
+_NOT_SAID = r"(?i:\b(?:no|avoid\w*|prevent\w*|without|against|if|handl\w*)\b[^.,;!?]{0,40})"
 _ANY = re.compile("|".join(words for *_, words in _SAID) + "|[Mm]emory")
+_ON_MEMORY = re.compile(r"(?i)memory|\boom|显存|cuda|alloc|optimizer\.step")
 _AN_ERROR = re.compile(r"[\w.]+(?:Error|Exception): |KeyboardInterrupt|SystemExit")
 _FRAME = re.compile(r'\s*File "')
-_MOST_LINES = 60  # a longer text without an error is a log of something else
+_MOST_LINES = 60  # a longer text without an error is a log of something else, unless a person wrote
+_WRITTEN = re.compile(r"#{1,4} \w|```|.*[?\uff1f]\s*$")
 
 
 def find_told_oom(excerpt: Excerpt) -> Excerpt | None:
     """Find the line that reports an OOM; None if it names another error, or is a long log."""
     lines = excerpt.lines
     has_frames = any(_FRAME.match(line.text) for line in lines)
-    if len(lines) > _MOST_LINES and not has_frames:
+    is_written = any(_WRITTEN.match(line.text) for line in lines)
+    if len(lines) > _MOST_LINES and not has_frames and not is_written:
         return None
     if any(_AN_ERROR.match(one.text) and not _ANY.search(one.text) for one in lines):
         return None
     for at, line in enumerate(lines):
         if found := classify_anywhere(line.text):
             return Excerpt(found, lines, at)
-    return next((one for each in _SAID if (one := _cut_at_words(lines, *each))), None)
+    told = next((one for each in _SAID if (one := _cut_at_words(lines, *each))), None)
+    return told or (_cut_at_the_end(lines) if has_frames else None)
+
+
+def find_question(excerpt: Excerpt) -> Excerpt | None:
+    """Take a short text with a question for one on memory; None if it is a log."""
+    lines = excerpt.lines
+    asked = next((at for at, line in enumerate(lines) if re.search(r"[?\uff1f]", line.text)), None)
+    if asked is None or len(lines) > _MOST_LINES or any(_AN_ERROR.match(one.text) for one in lines):
+        return None
+    words = lines[asked].text
+    oom = OutOfMemory(source="allocator", is_certain=False, fatal="", text=words)
+    return Excerpt(oom, lines, asked)
+
+
+def _cut_at_the_end(lines: tuple[LogLine, ...]) -> Excerpt | None:
+    """Take a traceback that ends before its error for one of memory: that is why it was given."""
+    last = max(at for at, line in enumerate(lines) if _FRAME.match(line.text))
+    end = min(len(lines) - 1, last + 1)
+    is_else = any(_AN_ERROR.match(line.text) for line in lines)
+    if is_else or not any(_ON_MEMORY.search(line.text) for line in lines):
+        return None
+    words = "the text ends before its error"
+    oom = OutOfMemory(source="allocator", is_certain=False, fatal="", text=words)
+    return Excerpt(oom, (*lines[: end + 1], LogLine(lines[last].writer, words)), end + 1)
 
 
 def _cut_at_words(

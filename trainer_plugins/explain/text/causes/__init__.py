@@ -9,7 +9,7 @@ To add a cause, write its rule here and give it its place in `RULES`, its remedi
 from dataclasses import replace
 
 from trainer_plugins.explain.answer import Cause
-from trainer_plugins.explain.text.causes import numbers, off_card, others, place
+from trainer_plugins.explain.text.causes import arithmetic, numbers, off_card, others, place
 from trainer_plugins.explain.text.text_facts import Rule, TextFacts
 
 RULES: tuple[Rule, ...] = (
@@ -33,7 +33,18 @@ RULES: tuple[Rule, ...] = (
     numbers.mps_other,
     # The phase of the run.
     *place.PLACES,
+    # What its settings and a person's words show.
+    arithmetic.cut_command,
+    arithmetic.switched,
+    arithmetic.outlier,
     place.logits_by_size,
+    arithmetic.states,
+    arithmetic.room,
+    arithmetic.large_pictures,
+    arithmetic.logits,
+    arithmetic.unlimited_pictures,
+    arithmetic.upgraded,
+    arithmetic.later,
     # The rest: fragments, a shape, growth, size.
     numbers.fragmentation,
     numbers.mostly_cache,

@@ -7,6 +7,7 @@ from trainer_plugins.advice import Door
 from trainer_plugins.explain.answer import Cause
 from trainer_plugins.explain.shared import Said, cause, is_in_pieces, say
 from trainer_plugins.explain.text.solved import solve_activations
+from trainer_plugins.explain.text.states import read_states
 from trainer_plugins.explain.text.text_facts import TextFacts
 from trainer_plugins.snapshot.owners import IMPOSSIBLE_BYTES, is_refused_though_free
 from trainer_plugins.units import GIB, MIB
@@ -234,7 +235,7 @@ def wrong_shape(facts: TextFacts) -> Cause | None:
 def capacity(facts: TextFacts) -> Cause:
     """No other cause is shown: the run is too large for the card."""
     live, total, frame = facts.live_bytes, facts.total_bytes, facts.users_frame or facts.failed
-    limit = facts.oom.limit_bytes
+    limit, states = facts.oom.limit_bytes, read_states(facts)
     fills = live is not None and bool(total) and live >= _IMPORTANT_FRACTION * (total or 0)
     filled: str | Said = ""
     if limit is not None and total is not None and "MPS" not in facts.oom.text:
@@ -251,6 +252,7 @@ def capacity(facts: TextFacts) -> Cause:
         outside if is_held_outside_torch(facts) else "",
         f"It failed in {frame}." if frame else "",
         solve_activations(facts),
+        "" if facts.frames or states is None else states.describe(),
     ]
     if facts.oom.source == "driver" and total is None:
         doubt = (

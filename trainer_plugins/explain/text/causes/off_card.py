@@ -6,6 +6,7 @@ from trainer_plugins import advice
 from trainer_plugins.advice import Door
 from trainer_plugins.explain.answer import Cause
 from trainer_plugins.explain.shared import SUMMARIES, Said, cause, say
+from trainer_plugins.explain.text.states import read_states
 from trainer_plugins.explain.text.text_facts import Rule, TextFacts
 from trainer_plugins.oom.rules import KILLED_FROM_OUTSIDE
 from trainer_plugins.units import GIB
@@ -96,6 +97,7 @@ def host_end(facts: TextFacts) -> Cause | None:
         "host-limit" if is_limited else "host-kill",
         facts.words,
         _host_use(facts),
+        _host_states(facts),
         summary=summary,
         grade=None if is_limited or by_kernel or is_memory else "possible",
         doubt=f"SIGKILL does not say who sent it: {name_killer(facts)} settles it",
@@ -168,6 +170,18 @@ def judge_pinned(facts: TextFacts) -> Cause | None:
         doubt="The driver's words do not say which memory: if `nvidia-smi` shows room on the card"
         " while it fails, it is main memory; WSL pins half of what it has at most",
         is_sure=is_certain,
+    )
+
+
+def _host_states(facts: TextFacts) -> str | Said:
+    """State the main memory of offloaded states (DeepSpeed's estimate_zero3_model_states)."""
+    states = read_states(facts)
+    if states is None or not states.is_full or not states.is_offloaded:
+        return ""
+    return say(
+        f"{states.billions:g} billion parameters x 18 bytes = {{host_bytes}} of main memory for"
+        " states that are offloaded, and DeepSpeed's estimator adds half for buffers.",
+        host_bytes=int(states.billions * 18e9),
     )
 
 

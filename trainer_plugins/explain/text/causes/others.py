@@ -229,7 +229,9 @@ def _judge_table(facts: TextFacts) -> Cause | None:
 
 
 def _judge_first_touch(facts: TextFacts) -> Cause | None:
-    is_later = facts.progress or facts.find_call(r"\bforward\b|backward|_step\b|optimizer")
+    is_later = facts.progress or facts.find_call(
+        r"\bforward\b|backward|_step\b|optimizer|\bquantize_4bit"
+    )
     is_driver = facts.oom.source == "driver" and facts.oom.is_certain
     if not is_driver or not facts.failed or is_later:
         return None

@@ -98,10 +98,17 @@ class ByFrame:
         return cause(self.code, evidence, equation, summary=self.summary, doubt=doubt)
 
 
-def _moment(words: str) -> str:
-    """Build a pattern for the moment of the failure, as a person describes it."""
+def _moment(words: str, chinese: str = "") -> str:
+    """Build a pattern for the moment of the failure, as a person names it in two languages."""
     when = r"\b(?:during|when(?:ever)?|while|once|if|at|on|in|upon|after|before|each|every|by)\b"
-    return rf"{when}[^.!?]{{0,40}}?\b(?:{words})|^\W*(?:{words})\W?[:-]"
+    said = rf"{when}[^.!?]{{0,40}}?\b(?:{words})|^\W*(?:{words})\W?[:-]"
+    follows = r"[^\u3002\uff01\uff1f]{0,24}?(?:时|过程|期间|阶段|报|后|显存)"
+    # A letter of English may stand beside one of Chinese, where `\b` sees no boundary.
+    words_in_it = (
+        rf"(?<![a-z]){one}(?![a-z])" if one.isascii() else one for one in chinese.split("|")
+    )
+    in_chinese = rf"(?:{'|'.join(words_in_it)}){follows}"
+    return f"{said}|{in_chinese}" if chinese else said
 
 
 def logits_loss(facts: TextFacts) -> Cause | None:
@@ -158,7 +165,8 @@ PLACES: tuple[Rule, ...] = (
         unless=r"training_step|_inner_training_loop|_to_vllm|sync_weights",
         words=_moment(
             r"merg(?:e|es|ed|ing)\b[^.!?]{0,30}?(?:adapter|lora|model|weights|base)"
-            r"|(?:adapter|lora)\W{1,3}merg\w+|gguf"
+            r"|(?:adapter|lora)\W{1,3}merg\w+|gguf",
+            "合并|导出|export|merge",
         )
         + r"|\b(?:merge_and_unload|save_pretrained_(?:merged|gguf)|push_to_hub_(?:merged|gguf))",
         unknown="what else is on the card: the trainer, its optimizer and a base in 4 bits, whose"
@@ -181,7 +189,11 @@ PLACES: tuple[Rule, ...] = (
         pattern=EVALUATION,
         innermost=None,
         unless=r"past_key_value|cache_utils|torch[/\\]optim[/\\]",
-        words=_moment(r"eval(?:s|uat\w+)?\b|validat(?:ion|ing|e)\b|predict(?:s|ion|ing)?\b"),
+        words=_moment(
+            r"eval(?:s|uat\w+)?\b|validat(?:ion|ing|e)\b|predict(?:s|ion|ing)?\b",
+            "eval|val|evaluate|验证|评估|预测|predict",
+        )
+        + r"|\bfor validation\b",
         summary="evaluation does not fit: its batch, or what training and earlier batches left",
         unknown="whether the batch or kept outputs are too large: see whether it fails with"
         f" {advice.SMALLER_EVAL_BATCH.flag(Door.TRAINER, rows=1)} at the first batch too",
@@ -190,12 +202,13 @@ PLACES: tuple[Rule, ...] = (
         code="save-gather",
         pattern=r"(?<!load_)state_dict(?:_hook|_utils|\()|get_state_dict|summon_full_params"
         r"|save_pretrained|save_checkpoint|_save_checkpoint|save_model|save_16bit|consolidated_16bit"
-        r"|fsdp_save|save_state|_full_post_state_dict|\bsafe_save",
+        r"|fsdp_save|save_state|_full_post_state_dict|\bsafe_save|checkpoint_and_decide",
         innermost=20,
         unless=r"load_(?:full_)?state_dict|torch\.load|load_checkpoint|load_model"
         r"|from_pretrained|\bevaluate\b|evaluation_loop",
         words=_moment(
-            r"(?:checkpoint )?sav(?:e|es|ed|ing)\b|(?:writ\w+|stor\w+) (?:a |the )?checkpoint"
+            r"(?:checkpoint )?sav(?:e|es|ed|ing)\b|(?:writ\w+|stor\w+) (?:a |the )?checkpoint",
+            "保存|存储|save",
         ),
         unknown="how large the gathered state is: weights in fp32 take 4 bytes a parameter",
     ),
@@ -207,7 +220,8 @@ PLACES: tuple[Rule, ...] = (
         innermost=20,
         unless=LOADING + r"|safetensors",
         words=_moment(
-            r"resum(?:e|es|ed|ing)\b|(?:load|restor)\w* (?:from )?(?:an? |the )?checkpoint\b"
+            r"resum(?:e|es|ed|ing)\b|(?:load|restor)\w* (?:from )?(?:an? |the )?checkpoint\b",
+            "断点|恢复训练|续训|resume",
         ),
         unknown="whether the checkpoint or the run itself is too large: see whether it fits"
         " without resuming",
@@ -231,11 +245,12 @@ PLACES: tuple[Rule, ...] = (
         code="load-too-large",
         pattern=LOADING
         + r"|load_weights|create_weights|initialize_model|load_model\b|from_single_file"
-        r"|materialize|prepare_model_for_kbit_training",
+        r"|materialize|prepare_model_for_kbit_training|\bquantize_4bit|Params4bit",
         innermost=None,
         unless=r"training_step|\bforward\b|backward",
         words=_moment(
-            r"load(?:s|ed|ing)?\b[^.!?]{0,24}?(?:model|weights|shards|base)|from_pretrained"
+            r"load(?:s|ed|ing)?\b[^.!?]{0,24}?(?:model|weights|shards|base)|from_pretrained",
+            "加载模型|加载权重|模型加载",
         ),
         unknown="whether something else was on the card already: compare parameters x bytes with"
         " what `nvidia-smi` shows as free before the start",
@@ -307,7 +322,7 @@ PLACES: tuple[Rule, ...] = (
     ),
     ByFrame(
         code="generate-cache",
-        words=_moment(r"generat(?:e|es|ed|ing|ion)\b|rollouts?\b|decoding\b"),
+        words=_moment(r"generat(?:e|es|ed|ing|ion)\b|rollouts?\b|decoding\b", "生成|rollout"),
         pattern=r"\bgenerate(?= |$|\()|_greedy_search|beam_search|\b_sample\b|generation[/\\]utils",
         innermost=None,
         unless=r"backward",

@@ -1,6 +1,7 @@
 """Choose remedies for each cause that a text shows, in the order of `advice.for_causes`."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from itertools import islice
 
 from trainer_plugins import advice
@@ -10,10 +11,32 @@ from trainer_plugins.explain.answer import Cause, Remedy
 from trainer_plugins.explain.shared import remedies_for, remedy
 from trainer_plugins.explain.text.followed import is_followed
 from trainer_plugins.explain.text.remedies.applies import APPLIES, APPLIES_TO_CAUSE
-from trainer_plugins.explain.text.remedies.filled import FILLED, uses_trainer
+from trainer_plugins.explain.text.remedies.filled import FILLED, WANTED_CARD, uses_trainer
+from trainer_plugins.explain.text.remedies.less_states import shrink_states, spell_for
+from trainer_plugins.explain.text.settings import Settings
+from trainer_plugins.explain.text.states import read_states
 from trainer_plugins.explain.text.text_facts import TextFacts
 
 _STRAW_FRACTION, _FULL_FRACTION = 0.02, 0.85
+# Which advice leads where the text shows more than the cause.
+_LEADS: tuple[tuple[str, Advice, Callable[[TextFacts], object]], ...] = (
+    (
+        "adapter-merge",
+        advice.MERGE_IN_MAIN_MEMORY,
+        lambda facts: (
+            spell_for(advice.MERGE_IN_MAIN_MEMORY, facts)
+            or (not facts.frames and facts.says(r"(?i)\bexport(?! \w+=)"))
+        ),
+    ),
+    (
+        "capacity",
+        advice.CHECKPOINTING,
+        lambda facts: facts.says(r"gradient_checkpointing[\"']?[ =:]{1,3}[Ff]alse"),
+    ),
+    ("capacity", advice.EIGHT_BIT_ADAMW, lambda facts: facts.find_call(r"[/\\]optim[/\\]")),
+    ("foreign", advice.OTHER_CARD, lambda facts: facts.says(WANTED_CARD)),
+    ("long-sample", advice.SHORTER_ROWS, lambda facts: Settings(facts).rows == 1),
+)
 _OF_THE_TRAINER = (Door.TRAINER, Door.ARGUMENTS, Door.TRL)
 
 
@@ -21,10 +44,21 @@ def remedies_of(causes: Iterable[Cause], facts: TextFacts) -> tuple[Remedy, ...]
     """Collect the remedies of the answer, then the first one of each other possible cause."""
     found: dict[str, Remedy] = {}
     for number, cause in enumerate(causes):
-        offered = choose_remedies(cause.code, _order(cause.code, facts), facts)
+        offered = _offer(cause.code, facts)
         for one in offered if number == 0 else islice(offered, 1):
             found.setdefault(one.do, one)
     return tuple(found.values())
+
+
+def _offer(code: str, facts: TextFacts) -> Iterator[Remedy]:
+    states = read_states(facts) if code in ("optimizer-state", "load-too-large") else None
+    if code == "capacity" and not facts.frames:
+        states = read_states(facts)
+    if states is not None and states.is_full and not states.billions:
+        yield from shrink_states(states, facts)
+    elif states is not None and (states.are_too_large or states.could_be_sharded):
+        yield from (replace(one, cause=code) for one in shrink_states(states, facts))
+    yield from choose_remedies(code, _order(code, facts), facts)
 
 
 def choose_remedies(code: str, order: Iterable[Advice], facts: TextFacts) -> Iterator[Remedy]:
@@ -36,9 +70,12 @@ def _order(code: str, facts: TextFacts) -> tuple[Advice, ...]:
     order = order_remedies(code, "text")
     if code in ("capacity", "long-sample") and _is_last_straw(facts):
         return (advice.OBSERVE, *(each for each in order if each is not advice.OBSERVE))
+    first = next((one for each, one, when in _LEADS if each == code and when(facts)), None)
+    if first is not None:
+        return (first, *(each for each in order if each is not first))
     if code != "capacity":
         return order
-    if facts.has_tried_one_row:
+    if facts.has_tried_one_row or Settings(facts).rows == 1:
         return ONE_ROW
     uses = facts.find_call(r"(?i)\bgenerate|pipeline|pipe\(|\binfer|\bsample|predict|no_grad")
     trains = facts.find_call(r"(?i)backward|train|optimizer|closure")

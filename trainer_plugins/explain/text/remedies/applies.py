@@ -155,9 +155,16 @@ APPLIES: Mapping[Advice, Test] = {
     advice.FEWER_LIVE_PARAMETERS: _all_of(_DEEPSPEED, _none_of(_GATHERS_ALL)),
     advice.WRAP_LAYERS: _none_of(_DEEPSPEED),
     advice.PRINT_BATCH: lambda facts: not facts.frames and _is_large(facts),
+    advice.STREAM_THE_DATA: _says(
+        r"(?i)tokeniz(?:ing|ation)|preprocess|prepared dataset|keep_in_memory|大数据集"
+        r"|(?:large|huge) (?:\w+ ){0,2}dataset"
+    ),
     advice.SHOW_MAIN_MEMORY: lambda facts: facts.users_frame is None,
     advice.FIND_THE_KILL: _none_of(
-        _says(r"(?i)dataloader|offload|cpu_?adam|kubectl|\bpod\b"), _LOAD_BAR, _HOSTED, _SLURM
+        _says(r"(?i)dataloader|offload|cpu_?adam|kubectl|\bpod\b|\bRAM\b|cpu\)? ?memory|内存"),
+        _LOAD_BAR,
+        _HOSTED,
+        _SLURM,
     ),
     advice.CHECK_LAUNCH_FILE: _all_of(_says(_OFFLOADS), _none_of(_has_workers)),
     advice.OFFLOAD_TO_DISK: _all_of(_says(_OFFLOADS), _none_of(_has_workers)),

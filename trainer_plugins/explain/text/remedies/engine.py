@@ -44,6 +44,8 @@ def lower(one: Advice, facts: TextFacts) -> Remedy | None:
     free, asked = facts.free_bytes, facts.asked_bytes
     if refuses_to_start and total and free is not None:
         new = floor(round(free / total * 100, 3)) / 100
+        if new > share:  # what it asked for was free: weights, graphs and cache exceed it together
+            return remedy(one, _spell(one, facts, smaller_share(share)), one.effect + default)
         effect = f"{size(new * total)} of the {size(free)} that are free"
     elif total and free is not None and asked and asked > free:
         missing = asked - free

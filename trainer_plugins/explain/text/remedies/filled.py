@@ -9,7 +9,9 @@ from trainer_plugins import advice
 from trainer_plugins.advice import Advice, Door
 from trainer_plugins.explain.answer import Remedy
 from trainer_plugins.explain.shared import remedy
+from trainer_plugins.explain.text.causes.arithmetic import TAKE_TURNS
 from trainer_plugins.explain.text.remedies import engine
+from trainer_plugins.explain.text.remedies.less_states import spell_for
 from trainer_plugins.explain.text.remedies.plan_command import plan_command
 from trainer_plugins.explain.text.text_facts import TextFacts
 from trainer_plugins.units import GIB, size
@@ -26,6 +28,7 @@ _SUMMED_PRICE = (
     "with transformers 5 the gradients of {model} add up over micro-batches, unless you set"
     " trainer.model_accepts_loss_kwargs = False; survive_oom divides the batch exactly"
 )
+WANTED_CARD = r"(?:device|gpu)[\"']?[:=] ?[\"']?cuda:([1-9])"
 _OF_THE_REST = 0.95  # the rest is the card's context and fragmentation
 _IN_TRAINER = r"transformers[/\\]trainer|\btrl[/\\]|Trainer\.\w|swift[/\\]trainers"
 
@@ -96,6 +99,8 @@ def _add_request(one: Advice, facts: TextFacts) -> Remedy:
 
 
 def _shorter_rows(one: Advice, facts: TextFacts) -> Remedy:
+    if spelled := spell_for(one, facts):
+        return remedy(one, spelled)
     effect, asked = one.effect, facts.asked_bytes
     is_table = facts.find_call(r"attn|attention|softmax|matmul|bmm", innermost=3) is not None
     if asked and is_table:
@@ -121,9 +126,11 @@ def _list_processes(one: Advice, facts: TextFacts) -> Remedy:
 def _other_card(one: Advice, facts: TextFacts) -> Remedy | None:
     if len(facts.cards) == 1:
         return None
+    wanted = facts.says(WANTED_CARD)
     rooms = [each.total_bytes - each.used_bytes for each in facts.cards]
     best = rooms.index(max(rooms)) if rooms else 0 if facts.oom.device else 1
-    there = f"{size(rooms[best])} were free there" if rooms else "if there is one"
+    best = int(wanted[1]) if wanted else best
+    there = f"{size(rooms[best])} were free there" if rooms and not wanted else "if there is one"
     gone = f"; {size(facts.others_bytes)} are in the way on this one" if facts.others_bytes else ""
     values = {"card": best, "command": facts.launched}
     effect = f"{one.effect}, {there}{gone}"
@@ -176,6 +183,16 @@ def _fewer_workers(one: Advice, facts: TextFacts) -> Remedy:
     return remedy(one, door, grows if is_growth else "", workers=0)
 
 
+def _spell(one: Advice, facts: TextFacts) -> Remedy:
+    return remedy(one, spell_for(one, facts) or Door.CODE)
+
+
+def _back_to_what_fitted(one: Advice, facts: TextFacts) -> Remedy:
+    said = TAKE_TURNS.search(facts.text)
+    named = re.search(r"\b[a-z]+_\w+", said[0]) if said else None
+    return remedy(one, f"leave {named[0]} out" if named else Door.SHELL)
+
+
 FILLED: Mapping[Advice, Callable[[Advice, TextFacts], Remedy | None]] = {
     advice.SMALLER_MICRO_BATCH: _smaller_micro_batch,
     advice.SURVIVE: _survive,
@@ -195,6 +212,10 @@ FILLED: Mapping[Advice, Callable[[Advice, TextFacts], Remedy | None]] = {
     advice.ROOM_IN_THE_MAP: _room_in_the_map,
     advice.PRINT_SHAPES: _print_shapes,
     advice.LOOK_AT: _look_at,
+    advice.BACK_TO_WHAT_FITTED: _back_to_what_fitted,
+    advice.FEWER_PATCHES: _spell,
+    advice.MERGE_IN_MAIN_MEMORY: _spell,
+    advice.STREAM_THE_DATA: _spell,
     advice.FEWER_WORKERS: _fewer_workers,
     advice.SHORTER_REQUESTS: engine.shorter,
     advice.SMALLER_ENGINE_SHARE: engine.lower,

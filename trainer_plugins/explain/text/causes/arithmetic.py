@@ -1,0 +1,220 @@
+"""Causes that follow from settings: states, logits, pictures, lengths, and a cut command."""
+
+import re
+
+from trainer_plugins.explain.answer import Cause, Certainty
+from trainer_plugins.explain.shared import cause, quote, say
+from trainer_plugins.explain.text.models import find_model
+from trainer_plugins.explain.text.settings import Settings
+from trainer_plugins.explain.text.states import read_states
+from trainer_plugins.explain.text.text_facts import TextFacts
+from trainer_plugins.units import GIB
+
+# A shell ends a command at a comment, also between lines that a backslash joins.
+_CUT = re.compile(r"\\[ \t]*\n\s*(#[^\n]*)\n\s*([^\s#][^\n\\]*)")
+_PIXELS = re.compile(r"(?i)\b(?:image_)?max_pixels?[\"']?[ =:]{1,3}[\"']?(\d{4,9})\b")
+_SEES = re.compile(r"(?i)VL[-\b]|pixel|\bimages\b|图片|图像|\bvideos?\b")
+_SETS_PIXELS = re.compile(r"(?i)max_pixels|max_slice|resize")
+_PATCH = 28  # pixels of a token's side: patches of 14, two by two (Qwen2-VL, Qwen2.5-VL)
+_UNLIMITED_PIXELS = 12_845_056  # of the processor of Qwen2-VL and Qwen2.5-VL without a setting
+_MANY_PIXELS = 2_000_000
+_SPEAKS_OF_OOM = r"(?i)(?<![a-z])OOM|out.of.memory|显存|内存|crash|killed"
+_OUTLIER = 1.5
+_LARGE_LOGITS = 7 * GIB
+_PAIRS = re.compile(
+    r"(?i)\b(?:dpo|orpo|cpo|simpo)\b"
+)  # a chosen and a rejected answer for each row
+_LATER = (
+    r"suddenly|sporadic|after (?:about |around |~)?\d[\d.,]*[kK]? ?(?:steps|iter|hours)"
+    r"|突然|逐步上升|一直上升|越来越|\d+ ?步|[几一二三四五六七八九]千"
+)
+_REST = r"(?:[^.!?。\n]|\.(?=\d)){0,100}"  # of a sentence
+TAKE_TURNS = re.compile(
+    rf"(?i){_REST}\b(?:fine|works?|worked|fits?|succeeds?|no OOM)\b[^.!?\n]{{0,24}}?"
+    r"\b(?:when|if|with|once|after)\b[^.!?\n]{0,60}?"
+    rf"\b(?:off|disabl\w+|commented out|removed?|unset|without)\b{_REST}"
+)
+_OLDER = re.compile(
+    rf"(?i){_REST}(?:"
+    r"\b(?:previous|older|earlier|former|last) (?:version|release|nightly|build)|\bdowngrad\w+"
+    r"|\b(?:after|since) (?:the )?(?:upgrad|updat)\w+|\bregression\b"
+    rf"|\bcan train\b{_REST}\bwhereas|without any issues? [^.!?\n]{{0,24}}\bago"
+    r"|旧版|老版本|之前的?版本|最新版[^。\n]{0,40}(?:却|会)|升级[^。\n]{0,20}后|切换到[^。\n]{0,20}正常|一月份"
+    rf"){_REST}"
+)
+
+
+def states(facts: TextFacts) -> Cause | None:
+    """Weights, gradients and optimizer states alone fill the card, or the weights alone do."""
+    found = read_states(facts)
+    if found is None or not found.are_too_large or facts.frames or facts.oom.source != "allocator":
+        return None
+    return cause(
+        "optimizer-state" if found.is_full else "load-too-large",
+        found.describe(),
+        say("The card has {capacity_bytes}.", capacity_bytes=found.card_bytes),
+        summary="weights, gradients and optimizer states alone do not fit, at any batch size"
+        if found.is_full
+        else "",
+        doubt="The numbers are the text's, and the ranks, the card and the method are read from its"
+        " words: `trainer-plugins plan` with them counts what comes on top",
+    )
+
+
+def room(facts: TextFacts) -> Cause | None:
+    """The text asks whether a run fits, and speaks of no error: say what is left."""
+    found = read_states(facts)
+    if (
+        found is None
+        or not found.billions
+        or found.card_bytes is None
+        or facts.says(_SPEAKS_OF_OOM)
+    ):
+        return None
+    left = found.card_bytes - found.count_bytes()
+    return cause(
+        "capacity",
+        found.describe(),
+        say(
+            "The card has {capacity_bytes}: {left_bytes} are left for activations, logits and the"
+            " CUDA context.",
+            capacity_bytes=found.card_bytes,
+            left_bytes=max(0, left),
+        ),
+        summary="no error is in this text; by arithmetic the states alone"
+        + (" fit" if left > 0 else " do not fit, before main memory takes a part"),
+        grade="possible",
+        doubt="`trainer-plugins plan` with these numbers counts activations, logits and buffers too",
+    )
+
+
+def cut_command(facts: TextFacts) -> Cause | None:
+    """A comment inside a command ends it, and its other flags are not passed."""
+    found = _CUT.search(facts.whole)
+    if found is None:
+        return None
+    return cause(
+        "cut-command",
+        f"This line stands between lines that a backslash joins: {quote(found[1], 80)}",
+        f"The shell does not pass what follows it, beginning with {quote(found[2].strip(), 60)}",
+    )
+
+
+def large_pictures(facts: TextFacts) -> Cause | None:
+    """The text allows pictures that have far more tokens than a sample's text."""
+    given = [int(each) for each in _PIXELS.findall(facts.whole)]
+    if facts.frames or facts.asked_bytes or not given or max(given) < _MANY_PIXELS:
+        return None
+    return _judge_pixels("The text allows", max(given), "likely")
+
+
+def unlimited_pictures(facts: TextFacts) -> Cause | None:
+    """The text trains Qwen-VL, and sets no limit."""
+    text = facts.whole
+    has_pictures = _SEES.search(text) and re.search(r"(?i)qwen", text)
+    if facts.frames or facts.asked_bytes or not has_pictures or _SETS_PIXELS.search(text):
+        return None
+    is_card = facts.oom.source == "allocator"
+    who = "The text sets no limit, and Qwen-VL's processor allows"
+    return _judge_pixels(who, _UNLIMITED_PIXELS, "possible") if is_card else None
+
+
+def _judge_pixels(who: str, pixels: int, grade: Certainty) -> Cause:
+    return cause(
+        "image-size",
+        say(
+            f"{who} {{num_pixels:,}} pixels a picture: {{num_pixels:,}} / 28 / 28 ="
+            " {num_tokens:,} tokens.",
+            num_pixels=pixels,
+            num_tokens=pixels // _PATCH**2,
+        ),
+        grade=grade,
+        doubt="The text does not show the sizes of the pictures: print pixel_values.shape of the"
+        " batch that fails",
+    )
+
+
+def logits(facts: TextFacts) -> Cause | None:
+    """One copy of the logits fills a good part of a card, by the settings alone."""
+    settings, model = Settings(facts), find_model(facts.whole)
+    if facts.frames or model is None or settings.length is None or facts.oom.source != "allocator":
+        return None
+    rows = (settings.rows or 1) * (2 if _PAIRS.search(facts.whole) else 1)
+    num_bytes = rows * settings.length * model.vocabulary * 4
+    if num_bytes < _LARGE_LOGITS:
+        return None
+    return cause(
+        "logits-loss",
+        say(
+            "{num_rows} rows x {num_tokens:,} tokens x {num_words:,} words x 4 bytes ="
+            " {logits_bytes}: one float32 copy of the logits. A loss makes two or three.",
+            num_rows=rows,
+            num_tokens=settings.length,
+            num_words=model.vocabulary,
+            logits_bytes=num_bytes,
+        ),
+        doubt="The text has no traceback: the line that failed shows whether it computes the loss",
+    )
+
+
+def outlier(facts: TextFacts) -> Cause | None:
+    """The logits that were refused are of a sample that is longer than the limit."""
+    model, length, asked = find_model(facts.whole), Settings(facts).length, facts.asked_bytes
+    if facts.frames or model is None or length is None or asked is None:
+        return None
+    tokens = asked // (4 * model.vocabulary)
+    if tokens < _OUTLIER * length * (Settings(facts).rows or 1):
+        return None
+    return cause(
+        "long-sample",
+        facts.states(
+            "{requested_bytes} = {num_tokens:,} tokens x {num_words:,} words x 4 bytes, if they are"
+            " logits: {times} times the limit of {num_limit:,} tokens.",
+            num_tokens=tokens,
+            num_words=model.vocabulary,
+            times=f"{tokens / length:.1f}",
+            num_limit=length,
+        ),
+        summary="one sample is far longer than the limit of the text, which did not cut it",
+        doubt="The text has no traceback: log the length of each batch, input_ids.shape, and see"
+        " whether it fails at the same step again",
+    )
+
+
+def later(facts: TextFacts) -> Cause | None:
+    """A person says that it had fitted for some steps."""
+    sentence = (
+        "" if facts.frames or facts.oom.source != "allocator" else facts.find_sentence(_LATER)
+    )
+    if not sentence:
+        return None
+    return cause(
+        "long-sample",
+        f"The text says: {quote(sentence)}",
+        grade="possible",
+        doubt="A peak follows the longest batch so far; a leak grows between batches of one length:"
+        " print torch.cuda.memory_allocated() and input_ids.shape at each step to tell them apart",
+    )
+
+
+def switched(facts: TextFacts) -> Cause | None:
+    """The person has seen the same run fit without one setting."""
+    return _compare(facts, TAKE_TURNS, "one setting")
+
+
+def upgraded(facts: TextFacts) -> Cause | None:
+    """The person has seen the same run fit with another version."""
+    return _compare(facts, _OLDER, "a version")
+
+
+def _compare(facts: TextFacts, said: re.Pattern[str], what: str) -> Cause | None:
+    found = said.search(facts.text)
+    if facts.frames or facts.oom.source != "allocator" or found is None:
+        return None
+    return cause(
+        "regression",
+        f"The text says: {quote(found[0].strip())}",
+        summary=f"your own test decides: the same run fits without it, so {what} is the cause",
+        doubt="One of several changes may be meant: change that one alone, and compare"
+        " torch.cuda.max_memory_allocated() after ten steps of each",
+    )

@@ -1,0 +1,155 @@
+"""States: weights, gradients and optimizer states of a run, by the arithmetic of a text's numbers.
+
+Full training with Adam in mixed precision takes 16 bytes a parameter: 2 for the weight, 2 for the
+gradient, 12 for the float32 copy and both moments. ZeRO divides the last 12 among the ranks (stage
+1), the gradient too (2), or all of it (3) (arXiv:1910.02054, section 3). It is 8 bytes where all of
+them have 16 bits and there is no float32 copy.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from trainer_plugins.explain.shared import Said, say
+from trainer_plugins.explain.text.settings import Settings
+from trainer_plugins.explain.text.text_facts import TextFacts
+
+_GB = 10**9
+_ASCII = str.maketrans("\uff08\uff09\uff0a", "()*")
+# Of a name as "Qwen2.5-VL-7B", "32bVL"; "4bit", "80GB" and "1B tokens" are something else.
+_BILLIONS = re.compile(r"(?<![\d.A])(\d{1,3}(?:\.\d{1,2})?) ?[bB](?![a-z\d])(?! tokens)")
+_FULL = re.compile(
+    r"(?i)(?:finetuning|train|tuner)_type[\"']?[ =:]{1,3}[\"']?full|train_full|full_fine_?tun"
+    r"|\bfull[- ]?(?:param\w*[- ]?)?(?:fine[- ]?tun|sft|ft\b|training)|\b\d{1,3}B (?:in )?full\b"
+    r"|全参|全量|\btune_mm_llm[ =]True"
+)
+_ADAPTER = re.compile(r"(?i)lora|\bpeft|\badapter")
+_IN_4_BITS = re.compile(
+    r"(?i)qlora|int4\b|bnb-4bit|load_in_4bit[\"']?[ =:]{1,3}True"
+    r"|(?:bits|quantization_bit)[\"']?[ =:]{1,3}4"
+)
+_NUMERALS = {"单": 1, "双": 2, "两": 2, "四": 4, "六": 6, "八": 8}
+_GPU = r"(?:NVIDIA )?(?:[ABHLV]\d{1,3}\w?\b|RTX|GPUs?\b|cards?\b|\d{2,3} ?GB?\b|MI\d|[3-5]090)"
+_NUM_CARDS = re.compile(
+    rf"(?<![\d.])(\d{{1,4}}) ?[*x\u00d7] ?{_GPU}|{_GPU}\)? ?[*x\u00d7] ?(\d{{1,3}})\b"
+    r"|\bnproc[-_]per[-_]node[ =]{1,3}(\d{1,3})|\bNPROC_PER_NODE=(\d{1,3})"
+    r"|\bnum_processes[\"']?[ =:]{1,3}(\d{1,4})"
+    r"|(?<![\d.])(\d{1,2}) (?:NVIDIA )?(?:[AHV]\d{2,3}s?\b|GPUs\b|cards\b)|(\d{1,2}) ?[张卡块]"
+)
+_ONE_CARD = re.compile(r"(?i)\b(?:single|one|1)[- ](?:gpu|card|[AHL]\d)|单卡")
+_STAGE = re.compile(r"(?i)zero[-_ ]?(?:stage[-_ ]?)?([123])|ds_z([123])|[\"']stage[\"']: ?([123])")
+_OFFLOADED = re.compile(r"(?i)z(?:ero)?[-_ ]?[123][-_ ](?:cpu[-_ ])?offload|offload_optimizer")
+# In 10^9 bytes, of cards that are sold with one size.
+_CARDS: Mapping[str, int] = {
+    "H200": 141, "H100": 80, "H800": 80, "A800": 80, "A6000": 48, "L40S": 48, "L40": 48, "A40": 48,
+    "A10G": 24, "A10": 24, "L4": 24, "4090": 24, "3090": 24, "5090": 32, "B200": 180,
+    "MI300X": 192, "T4": 16,
+}  # fmt: skip
+_SIZE = re.compile(
+    r"(?:[AHV]\d00\w{0,4}|GPU|card|VRAM|显存)\W{0,3}(?:\w{1,6}\W)?(\d{2,3}) ?G(?:i?B)?\b"
+    r"|(?<![\d.])(\d{2,3}) ?G(?:i?B)?\W{0,2}(?:of |per )?"
+    r"(?:VRAM|显存|[Gg]raphics|GPU|cards?\b|[AHV]\d00)"
+    r"|[*x\u00d7] ?(\d{2,3}) ?GB?\b"
+)
+
+
+class States(NamedTuple):
+    """Holds how large the states of a run are. Sizes in bytes."""
+
+    billions: float  # of parameters; 0 if the text does not show them
+    is_full: bool
+    num_ranks: int
+    stage: int
+    weight_bytes: float  # of one parameter, where only an adapter is trained
+    card_bytes: int | None
+    is_offloaded: bool
+
+    def count_bytes(
+        self, *, stage: int | None = None, is_full: bool | None = None, moments: int = 8
+    ) -> int:
+        """Return the bytes of one card, as the run is or with another setting."""
+        stage = self.stage if stage is None else stage
+        if not (self.is_full if is_full is None else is_full):
+            divided, whole = (self.weight_bytes, 0.0) if stage == 3 else (0.0, self.weight_bytes)
+        else:
+            divided = (0, 4 + moments, 6 + moments, 8 + moments)[stage]
+            whole = 8 + moments if stage == 0 else 8 + moments - divided
+        return int(self.billions * _GB * (whole + divided / self.num_ranks))
+
+    @property
+    def are_too_large(self) -> bool:
+        """Return whether they fill the card, even if all of them are in 16 bits."""
+        least = self.count_bytes() / (2 if self.is_full and not self.stage else 1)
+        return (
+            self.card_bytes is not None and least > 0.93 * self.card_bytes and not self.is_offloaded
+        )
+
+    @property
+    def could_be_sharded(self) -> bool:
+        """Return whether each of several ranks keeps states that ZeRO-3 and FSDP divide."""
+        return self.is_full and self.num_ranks > 1 and self.stage < 3
+
+    def describe(self) -> Said | str:
+        """Write the equation; empty if a number is missing."""
+        if not self.billions:
+            return ""
+        share = f" / {self.num_ranks} ranks" if self.stage and self.num_ranks > 1 else ""
+        if self.is_full:
+            what, each = "weights, gradients and Adam's states", "16 bytes"
+            share = (
+                f", of which ZeRO-{self.stage} divides a part among {self.num_ranks} ranks"
+                if self.stage in (1, 2)
+                else share
+            )
+        else:
+            what, each = "the frozen weights", f"{self.weight_bytes:g} bytes"
+        return say(
+            f"{self.billions:g} billion parameters x {each}{share} = {{state_bytes}} a card for"
+            f" {what}.",
+            state_bytes=self.count_bytes(),
+        )
+
+
+def read_states(facts: TextFacts) -> States | None:
+    """Read a model's size and how it is trained; None if the text names several, or no method."""
+    settings, text = Settings(facts), facts.whole.translate(_ASCII)
+    named = _BILLIONS.findall(settings.model) or sorted(set(_BILLIONS.findall(text)))
+    is_full, is_adapter = bool(_FULL.search(text)), bool(_ADAPTER.search(text))
+    explicit = settings.value(
+        "finetuning_type|train_type|tuner_type|sft_type|adapter", "full|q?lora"
+    )
+    if explicit:
+        is_full, is_adapter = explicit == "full", explicit != "full"
+    if len(named) > 1 or is_full == is_adapter:
+        return None
+    stage = _STAGE.search(text)
+    return States(
+        billions=float(named[0]) if named else 0,
+        is_full=is_full,
+        num_ranks=_count_ranks(text),
+        stage=int(next(filter(None, stage.groups())))
+        if stage
+        else 3
+        if re.search("(?i)fsdp", text)
+        else 0,
+        weight_bytes=0.55 if _IN_4_BITS.search(text) else 2,
+        card_bytes=facts.total_bytes or _read_card(text),
+        is_offloaded=bool(_OFFLOADED.search(text)),
+    )
+
+
+def _count_ranks(text: str) -> int:
+    if found := _NUM_CARDS.search(text):
+        return max(1, int(next(filter(None, found.groups()))))
+    if listed := re.search(r"CUDA_VISIBLE_DEVICES=[\"']?(\d+(?:,\d+)*)", text):
+        return listed[1].count(",") + 1
+    if written := re.search(rf"([{''.join(_NUMERALS)}])[张卡块]", text):
+        return _NUMERALS[written[1]]
+    return 1
+
+
+def _read_card(text: str) -> int | None:
+    if found := _SIZE.search(text):
+        return int(next(filter(None, found.groups()))) * _GB
+    named = {size for name, size in _CARDS.items() if re.search(rf"(?<![\w]){name}(?!\w)", text)}
+    return named.pop() * _GB if len(named) == 1 else None
