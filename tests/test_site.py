@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.report.browser import luminance, measured_in
-from tests.report.chromium import CHROMIUM
+from tests.report.chromium import CHROMIUM, chromium
 
 ROOT = Path(__file__).parent.parent
-PAGES = {page.stem for page in (ROOT / "docs").glob("*.md")}
+DOCS = ROOT / "docs"
+PAGES = {page.relative_to(DOCS).with_suffix("").as_posix() for page in DOCS.rglob("*.md")}
 WIDTHS = (1280, 400)
 
 in_chromium = pytest.mark.skipif(
@@ -25,7 +26,7 @@ function measured(frame) {
   const rolls = each => each && (/auto|scroll/.test(view.getComputedStyle(each).overflowX) || rolls(each.parentElement));
   const content = [...page.querySelectorAll(".md-content *")];
   return {
-    name: frame.src.split("/").pop().replace(".html", ""), width: view.innerWidth,
+    name: frame.name, width: view.innerWidth,
     scheme: page.body.dataset.mdColorScheme, ink: body.color, paper: body.backgroundColor,
     wider_by: page.documentElement.scrollWidth - view.innerWidth,
     cut: content.filter(each => each.getBoundingClientRect().right > view.innerWidth && !rolls(each)).map(each => each.tagName + " " + each.textContent.slice(0, 60)),
@@ -57,10 +58,12 @@ def site(tmp_path_factory) -> Path:
     return folder
 
 
-def look_at(files: list[Path], folder: Path, is_dark: bool) -> tuple[list[dict], list[str]]:
+def look_at(
+    site: Path, names: list[str], folder: Path, is_dark: bool
+) -> tuple[list[dict], list[str]]:
     frames = "".join(
-        f'<iframe width="{width}" height="900" src="{file.as_uri()}"></iframe>'
-        for file in files
+        f'<iframe name="{name}" width="{width}" height="900" src="{(site / name).as_uri()}.html"></iframe>'
+        for name in names
         for width in WIDTHS
     )
     # To the script of one file, another file is a stranger.
@@ -68,7 +71,7 @@ def look_at(files: list[Path], folder: Path, is_dark: bool) -> tuple[list[dict],
 
 
 def test_the_site_builds_strictly(site: Path) -> None:
-    assert {page.stem for page in site.glob("*")} >= PAGES
+    assert {name for name in PAGES if not (site / f"{name}.html").is_file()} == set()
     page = (site / "index.html").read_text()
     assert re.findall(r'<(?:link|script)[^>]*(?:href|src)="https?:', page) == []  # reads offline
 
@@ -77,7 +80,7 @@ def test_the_site_builds_strictly(site: Path) -> None:
 @pytest.mark.all
 @pytest.mark.parametrize("is_dark", [False, True], ids=["light", "dark"])
 def test_every_page_is_readable(site: Path, tmp_path: Path, is_dark: bool) -> None:
-    found, console = look_at([site / f"{name}.html" for name in sorted(PAGES)], tmp_path, is_dark)
+    found, console = look_at(site, sorted(PAGES), tmp_path, is_dark)
     assert console == []
     assert {(seen["name"], seen["width"]) for seen in found} == {
         (name, width) for name in PAGES for width in WIDTHS
@@ -91,12 +94,28 @@ def test_every_page_is_readable(site: Path, tmp_path: Path, is_dark: bool) -> No
 
 
 @in_chromium
+@pytest.mark.parametrize("name", ["index", "internals/measurements"])
+def test_a_page_opened_as_a_file_can_be_searched(site: Path, tmp_path: Path, name: str) -> None:
+    with chromium(tmp_path) as tab:
+        tab.open(site / f"{name}.html", width=1280)
+        tab.click(".md-search__input")  # raises if it cannot be seen
+        tab.write("expandable segment")
+        tab.press("s")
+        tab.wait("document.querySelectorAll('.md-search-result__link').length > 0")
+        links = tab.run(
+            "[...document.querySelectorAll('.md-search-result__link')].map(a => a.href)"
+        )
+        assert any(link.startswith((site / "allocator.html").as_uri()) for link in links), links
+        assert tab.console == []
+
+
+@in_chromium
 def test_what_is_wrong_with_a_page_is_measured(site: Path, tmp_path: Path) -> None:
     page = (site / "index.html").read_text()
     spoilt = site / "spoilt.html"
     wrong = '<p style="width: 2000px">wide</p><img src="none.png"><script>no_such()</script>'
     spoilt.write_text(page.replace("</article>", f"{wrong}</article>"))
-    found, console = look_at([spoilt], tmp_path, is_dark=False)
+    found, console = look_at(site, ["spoilt"], tmp_path, is_dark=False)
     spoilt.unlink()
     assert any("no_such" in line for line in console)
     for seen in found:

@@ -1,6 +1,6 @@
 """What real CUDA cards did, repeated address by address: by the model, and by simgpu's C++.
 
-`benchmarks/results/traces.txt` says whose traces these are, `docs/allocator_traces.md` what they do
+`benchmarks/results/traces.txt` says whose traces these are, `docs/internals/measurements.md` what they do
 not show. Each of these changes to the model, alone, turns `test_the_model_does_what_the_card_did`
 red (`MUTATIONS` applies them): large blocks split from 512 B on; large segments of 24 MiB; segments
 shared below 12 MiB; the small pool up to 0.5 MiB; the highest of equal blocks; no merging with the

@@ -19,7 +19,7 @@ pytest.importorskip("trl")
 
 ROOT = Path(__file__).parent.parent.parent
 (YAML,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "clients.md").read_text(), re.DOTALL)
-(BASH,) = re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / "clients.md").read_text(), re.DOTALL)
+(BASH, *_) = re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / "clients.md").read_text(), re.DOTALL)
 RECIPES = BASH.replace("\\\n", " ").splitlines()
 SMALL = """
 max_steps: 3

@@ -3,15 +3,17 @@
 import gc
 import os
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
 from tests.survival.classes.judge import class_names, outcome_of
-from tests.survival.classes.table import PAGE, read_table, render_page, table_version
+from tests.survival.classes.table import read_table, table_version
 
 NUM_SHARDS = 16
 RUN, NUM_RUNS = map(int, os.environ.get("CLASS_SHARDS", "0/1").split("/"))
 TABLE = read_table()
+PAGE = Path(__file__).parents[2] / "docs" / "survival.md"
 IS_PINNED = version("transformers") == table_version()
 KINDS = (
     "LlamaForCausalLM",
@@ -81,5 +83,12 @@ def test_the_table_is_of_these_classes_and_has_none_that_is_wrong() -> None:
     assert "wrong" not in {outcome.kind for outcome in TABLE.values()}
 
 
-def test_the_page_shows_the_table() -> None:
-    assert PAGE.read_text() == render_page(TABLE, table_version())
+def test_the_page_has_the_counts_of_the_table() -> None:
+    kinds = [outcome.kind for outcome in TABLE.values()]
+    num_refused = kinds.count("refused") + kinds.count("refused when measured")
+    counts = (
+        f"Of the {len(TABLE)} classes of transformers {table_version().rpartition('.')[0]} that take "
+        f"a loss, {kinds.count('exact')} are exact, {num_refused} are refused and "
+        f"{kinds.count('not tried')} were not tried."
+    )
+    assert counts in " ".join(PAGE.read_text().split())

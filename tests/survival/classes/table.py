@@ -1,7 +1,7 @@
-"""The table of what became of each class: `outcomes.md` next to this file, and its page in the docs.
+"""The table of what became of each class: `outcomes.md` next to this file.
 
 The sweep compares every class with `outcomes.md`. `python -m tests.survival.classes.table` tries
-every class and writes both; with `--page` it only writes the page again.
+every class and writes it.
 """
 
 import re
@@ -11,31 +11,9 @@ from collections import defaultdict
 from importlib.metadata import version
 from pathlib import Path
 
-from tests.survival.classes.judge import TOLERANCE, Outcome, class_names, outcome_of
+from tests.survival.classes.judge import Outcome, class_names, outcome_of
 
 OUTCOMES = Path(__file__).parent / "outcomes.md"
-PAGE = Path(__file__).parents[3] / "docs" / "survival_classes.md"
-_HEAD = """# Every class of transformers that takes a loss
-
-Search this page for the class of your model: if [survival](survival.md) refuses to divide its
-micro-batches, it is in one of the lists. Any other class is exact or was not tried:
-
-```bash
-grep -ow -e '^## .*' -e LlamaForCausalLM tests/survival/classes/outcomes.md | grep -B 1 ^Llama
-```
-```text
-## Exact: a sum over the window ({sums})
-LlamaForCausalLM
-```
-
-{num} classes of transformers {version}: {counts}.
-
-The real Trainer trained a tiny model of each class twice in float64: once undisturbed, once with an
-out-of-memory error in a backward and in a forward pass. Rows had padding; labels there were ignored
-in one micro-batch and not in the other; vision-language models saw text alone. A class is exact if
-gradients are off by less than {tolerance:.0e} of a parameter's gradient, or 1e-03 if it only computes
-in float32. CI compares every class with `outcomes.md`.
-"""
 _TITLES = {
     "exact": "Exact: {why}",
     "refused": "Refused when it is attached: {why}",
@@ -43,11 +21,6 @@ _TITLES = {
     "not tried": "Not tried: {why}",
     "wrong": "Wrong: {why}",
 }
-_FREQUENT = {
-    "batch normalization": "Refused: batch normalization",
-    "is not known to be a sum": "Refused: its loss is not known to be a sum over examples",
-}
-"""Words of the reasons that many classes share, and the title of their section on the page."""
 
 
 def read_table() -> dict[str, Outcome]:
@@ -85,49 +58,19 @@ def render_outcomes(table: dict[str, Outcome], of_version: str) -> str:
     return f"transformers {of_version}\n{''.join(sections)}"
 
 
-def render_page(table: dict[str, Outcome], of_version: str) -> str:
-    """Return the text of the page: the names of refused classes, one list for each reason."""
-    kinds = {kind: sum(outcome.kind == kind for outcome in table.values()) for kind in _TITLES}
-    counts = ", ".join(f"{num} {kind}" for kind, num in kinds.items())
-    sums = list(table.values()).count(Outcome("exact", "a sum over the window"))
-    page = _HEAD.format(
-        version=of_version, tolerance=TOLERANCE, num=len(table), counts=counts, sums=sums
-    )
-    refused: dict[str, list[str]] = defaultdict(list)
-    not_tried: dict[str, int] = defaultdict(int)
-    for name, outcome in table.items():
-        if outcome.kind == "not tried":
-            not_tried[outcome.why] += 1
-        elif outcome.kind != "exact":
-            refused[_refusal(outcome)].append(name)
-    for title in sorted(refused, key=lambda title: -len(refused[title])):
-        page += _section(title, refused[title])
-    reasons = "".join(f"- {why}: {num}\n" for why, num in not_tried.items())
-    return f"{page}\n## Not tried ({kinds['not tried']})\n\n{reasons}"
-
-
 def _section(title: str, names: list[str]) -> str:
     return f"\n## {title} ({len(names)})\n\n{', '.join(sorted(names))}\n"
 
 
-def _refusal(outcome: Outcome) -> str:
-    for words, title in _FREQUENT.items():
-        if words in outcome.why:
-            return title
-    return _TITLES[outcome.kind].format(why=outcome.why)
-
-
 def main() -> None:
-    """Try every class, which takes some minutes, and write the table and its page."""
-    if "--page" not in sys.argv:
-        table = {}
-        with tempfile.TemporaryDirectory() as folder:
-            for name in class_names():
-                if (outcome := outcome_of(name, Path(folder))) is not None:
-                    table[name] = outcome
-                    print(name, outcome, file=sys.stderr)
-        OUTCOMES.write_text(render_outcomes(table, version("transformers")))
-    PAGE.write_text(render_page(read_table(), table_version()))
+    """Try every class, which takes some minutes, and write the table."""
+    table = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in class_names():
+            if (outcome := outcome_of(name, Path(folder))) is not None:
+                table[name] = outcome
+                print(name, outcome, file=sys.stderr)
+    OUTCOMES.write_text(render_outcomes(table, version("transformers")))
 
 
 if __name__ == "__main__":

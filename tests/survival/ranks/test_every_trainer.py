@@ -92,9 +92,7 @@ def test_the_page_says_what_was_seen(told) -> None:
         name: [verdict(strategy, told[strategy][name]) for strategy in every_trainer.OF_TABLE]
         for name in every_trainer.TRAINERS
     }
-    table = [
-        f"{name:18}{''.join(f'{cell:9}' for cell in cells)}".rstrip()
-        for name, cells in {"": every_trainer.OF_TABLE, **verdicts}.items()
-    ]
-
-    assert "\n".join(table) in PAGE.read_text(), "\n".join(table)
+    page = PAGE.read_text().splitlines()
+    assert f"| | {' | '.join(every_trainer.OF_TABLE)} |" in page
+    rows = [f"| {name} | {' | '.join(cells)} |" for name, cells in verdicts.items()]
+    assert [row for row in page if re.match(r"\| \w*Trainer \|", row)] == rows
