@@ -39,7 +39,7 @@ os._exit(0)  # gloo now and then aborts a process at its end
 OBSERVE = ("--preset", "observe")
 """It sets nothing, and so says nothing."""
 
-NOTHING = "trainer-plugins exec: nothing was protected: no Trainer under this command reported. "
+NOTHING = "trainer-plugins exec: nothing was protected: no Trainer reported from this command. "
 
 
 def execute(*arguments: object, cwd: Path, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -135,7 +135,7 @@ def test_fit_asks_for_the_card_where_there_is_none_and_starts_nothing(tmp_path: 
         assert not started.exists()
     done = execute("--gpu", "24GiB", "--", "touch", started, cwd=tmp_path)
     assert done.returncode == 2
-    fit = "--gpu, --num-gpus, --may, --allow-writes and --allow-network are for --fit"
+    fit = "--gpu, --num-gpus, --may, --allow-writes and --allow-network need --fit"
     assert fit in done.stderr
     assert not started.exists()
 
@@ -270,7 +270,7 @@ IMPORTS = "import transformers.trainer; print('went on')"
 @pytest.mark.parametrize(
     ("version", "says"),
     [
-        ("99.0", f"{NOTHING}The program imported transformers.Trainer and built none"),
+        ("99.0", f"{NOTHING}The program imported transformers.Trainer but built none"),
         ("4.45.1", "works with transformers 4.57.1 or newer, but this is 4.45.1"),
     ],
 )
@@ -338,8 +338,8 @@ def test_a_run_that_dies_of_memory_ends_with_its_explanation(tmp_path: Path, cau
     records = [*(tmp_path / "out" / "_trainer_plugins").glob("oom-rank*.json")]
     assert len(records) == (1 if caught else 2), done.stderr
     lines = done.stderr.splitlines()
-    assert sum(line.startswith("Why  ") for line in lines) == (not caught)
-    assert sum(line.startswith("Do   ") for line in lines) == (not caught)
+    assert sum(line.startswith("Cause  ") for line in lines) == (not caught)
+    assert sum(line.startswith("Try    ") for line in lines) == (not caught)
     assert (done.returncode == 0) == bool(caught)
 
 
@@ -371,7 +371,7 @@ def test_where_the_highest_rank_ends_first_it_alone_explains(tmp_path: Path) -> 
     records = sorted((tmp_path / "out" / "_trainer_plugins").glob("oom-rank*.json"))
     assert len(records) == 2, done.stderr
     assert records[0].stat().st_mtime > records[1].stat().st_mtime
-    assert sum(line.startswith("Why  ") for line in done.stderr.splitlines()) == 1, done.stderr
+    assert sum(line.startswith("Cause  ") for line in done.stderr.splitlines()) == 1, done.stderr
 
 
 @pytest.mark.all
@@ -390,7 +390,7 @@ def test_a_run_that_dies_of_something_else_is_not_explained_by_an_earlier_oom(
 
     assert (tmp_path / "out" / "_trainer_plugins" / "oom-rank0.json").exists(), done.stderr
     assert "ZeroDivisionError: division by zero" in done.stderr
-    assert "Why  " not in done.stderr
+    assert "Cause  " not in done.stderr
 
 
 def test_a_warning_of_an_import_keeps_the_line_that_imports(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def test_beside_the_trainers_own(tmp_path, make_trainer) -> None:
     assert isinstance(watchdog, MemoryWatchdog)
     assert watchdog.stop
     assert watchdog.budget.warn_fraction == 0.8
-    assert "Release if some rank has cached this fraction" in parser.format_help()
+    assert "Release it if any rank caches this fraction" in parser.format_help()
 
 
 def test_in_a_yaml_file_of_trl(tmp_path) -> None:

@@ -66,8 +66,8 @@ def test_from_a_dead_run_to_one_that_ends(place: Path) -> None:
 
     why = typed(place, ours, "explain", "train.log")
     assert why.returncode == 0, why.stderr
-    assert re.match(r"Why  .*\[\w+: (capacity|logits-loss)\]", why.stdout), why.stdout
-    assert "\nDo   " in why.stdout
+    assert re.match(r"Cause  .*\[\w+: (capacity|logits-loss)\]", why.stdout), why.stdout
+    assert "\nTry    " in why.stdout
 
     model = ("--model", "model", "--seq-length", "128", "--gpu", "1GiB", "--timeout", "500")
     fits = typed(place, ours, "plan", *model, *FLAGS, "--json")
@@ -99,12 +99,12 @@ def test_a_run_under_a_preset_is_explained_by_what_it_recorded(place: Path) -> N
     remedy = said["remedies"][0]
     assert remedy["grade"] == "predicted", said
     assert re.search(
-        r"of 600\.0 MiB at its peak, [\d.]+ MiB less: it fits, with [\d.]+ MiB to spare; the effective"
-        r" batch stays 64 rows",
+        r"of 600\.0 MiB, [\d.]+ MiB less: it fits, with [\d.]+ MiB to spare; the effective"
+        r" batch size stays 64",
         remedy["effect"],
     )
     assert remedy["price"] == "the same training in smaller steps"
-    assert any(fact.startswith("planned as it was, it needs ") for fact in said["facts"])
+    assert any(fact.startswith("the plan of the run as it was: ") for fact in said["facts"])
     assert "Ctrl-C: answer without it" in why.stderr
     graded = {each["do"].split()[0]: each["grade"] for each in said["remedies"]}
     assert graded["trainer-plugins"] == "predicted"  # it cuts at the same rows

@@ -174,7 +174,7 @@ def test_a_trainer_without_its_flow(make_trainer) -> None:
         ({"min_reclaimable_fraction": 1.5}, "a fraction of the card, 0 to 1, got 1.5"),
         (
             {"preset": "observe", "release_every_steps": 5},
-            "is for CudaCacheCallback, which is not in the preset observe",
+            "needs CudaCacheCallback, which is not in the preset observe",
         ),
     ],
 )
@@ -244,7 +244,7 @@ def test_an_installed_package_offers_a_preset(make_trainer, teampack) -> None:
             r"Did you mean team\? Known presets: observe, memory_safe, survive, gone, lost, none, team",
         ),
         ("lost", r"names teampack.Gone, which cannot be imported"),
-        ("none", r"offered as the preset 'none', but is not a Preset: 'memory_safe'"),
+        ("none", r"offered as the preset 'none', but it is not a Preset: 'memory_safe'"),
         ("gone", r"cannot be loaded from teampack:gone"),
     ],
 )

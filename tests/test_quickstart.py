@@ -64,7 +64,7 @@ def test_the_main_job_on_a_simulated_card(quickstart, tmp_path: Path) -> None:
     assert losses[1] in ("simgpu:0", "simgpu", "cuda:0")
     assert float(losses[3]) < 0.75 * float(losses[2])
     assert "The statement " in out  # it generated
-    assert "Memory: the peak of each moment" in out
+    assert "Peak memory in each moment" in out
     entries = read_timeline(tmp_path / "run" / "_trainer_plugins" / "memory" / "rank-0.jsonl")
     assert {entry.moment for entry in entries if isinstance(entry, Sample)} == {
         "begin",

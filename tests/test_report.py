@@ -97,7 +97,7 @@ def test_each_run_into_a_folder_has_its_own_block_the_last_one_first(
     resumed.train(resume_from_checkpoint=True)
 
     text = report(tmp_path / "run")
-    assert text.splitlines()[0] == "5 runs wrote into this folder; the last one comes first"
+    assert text.splitlines()[0] == "5 runs wrote to this folder; the last one comes first"
     found = blocks(text)
     assert [each[0].split(":")[0] for each in found] == [
         f"Run {number} of 5" for number in (5, 4, 3, 2, 1)
@@ -129,7 +129,7 @@ def test_one_run_has_no_heading(make_trainer, tmp_path) -> None:
     make_trainer(MemoryWatchdog()).train()
 
     assert "Run " not in report(tmp_path / "run")
-    assert "wrote into this folder" not in report(tmp_path / "run")
+    assert "wrote to this folder" not in report(tmp_path / "run")
 
 
 def test_ranks_with_different_numbers_of_runs_are_brought_together_by_time(tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_only_a_run_that_ended_is_good_news(tmp_path: Path) -> None:
     begun = run_of(range(3), seconds=100)
     write(tmp_path, 0, begun)
     assert styles() == [""]
-    assert "rank 0: the timeline has no end of training" not in report(tmp_path), "it says cut off"
+    assert "rank 0: the timeline does not end" not in report(tmp_path), "it says cut off"
 
     sample = begun[-1]
     assert isinstance(sample, Sample)
@@ -208,9 +208,7 @@ def test_only_a_run_that_ended_is_good_news(tmp_path: Path) -> None:
     write(tmp_path, 0, run_of(range(3), seconds=200))
     write(tmp_path, 0, run_of(range(3), seconds=300))
     text = report(tmp_path)
-    assert (
-        text.count("rank 0: the timeline has no end of training: its process was killed, or") == 1
-    )
+    assert text.count("rank 0: the timeline does not end: the process was killed, or") == 1
     assert styles() == ["", "", "green"]
 
 
@@ -334,7 +332,7 @@ def test_a_half_line_at_the_end_is_said_and_a_file_without_entries_too(tmp_path:
     assert "rank 0: skipped 1 line:" in report(tmp_path)
 
     path.write_bytes(b"")
-    assert report(tmp_path).startswith("The files have no entries")
+    assert report(tmp_path).startswith("The files are empty")
 
 
 @pytest.mark.parametrize("kind", ["fifo", "folder", "device"])

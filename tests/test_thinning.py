@@ -267,7 +267,7 @@ def test_where_it_cannot_be_thinned_it_grows_and_this_is_said_once(tmp_path: Pat
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
     assert len(read_timeline(path)) == ENOUGH + 1
-    assert caplog.text.count("cannot be thinned (File too large): it goes on growing") == 1
+    assert caplog.text.count("could not be thinned (File too large): it will keep growing") == 1
     assert sorted(os.listdir(tmp_path)) == ["rank-0.cut-off", "rank-0.jsonl"]
     timeline.add(ENTRIES[0])
     assert len(read_timeline(path)) == ENOUGH + 4

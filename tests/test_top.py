@@ -228,7 +228,7 @@ def test_a_rank_that_failed_is_said_first_and_what_to_type(tmp_path: Path) -> No
     heading, failed, advice, _, _, *rows = top(tmp_path).splitlines()
     assert heading == f"{tmp_path}: 2 of 4 ranks"
     assert failed == "rank 1: OutOfMemoryError: x"
-    assert advice == f"Type: trainer-plugins explain {tmp_path}"
+    assert advice == f"Why: trainer-plugins explain {tmp_path}"
     assert [row.split()[:4] for row in rows] == [
         ["0", "cuda:0", "train", "1"],
         ["1", "cuda:0", "failed", "1"],
@@ -265,8 +265,8 @@ def test_foreign_text_is_shown_and_not_obeyed(tmp_path: Path) -> None:
     [
         (["--once"], "has no entries in memory/rank-*.jsonl"),
         (["--once", "--json"], "has no entries in memory/rank-*.jsonl"),
-        (["--json"], "give --once"),
-        ([], "no terminal to draw in"),
+        (["--json"], "add --once"),
+        ([], "is not a terminal: add --once"),
         (["--once", "--every", "nan"], "0.1 to 3600 seconds"),
         (["--once", "--every", "0"], "0.1 to 3600 seconds"),
     ],
@@ -323,7 +323,7 @@ class Terminal:
 
 def test_it_waits_for_the_run_shows_it_and_ends_quietly(tmp_path: Path) -> None:
     terminal = Terminal(tmp_path / "run")
-    terminal.wait_for("waiting for the run to begin")
+    terminal.wait_for("waiting for the run to start")
     timeline = begun(tmp_path / "run")
     terminal.wait_for("begin   ")
     timeline.add(sample(4711))

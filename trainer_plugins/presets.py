@@ -34,16 +34,16 @@ class Preset:
 PRESETS = (
     Preset(
         "observe",
-        "checks before step 1, strategy in force, watchdog, timeline and the record of an OOM;"
+        "checks before step 1, the strategy in force, watchdog, timeline and OOM records;"
         " changes nothing",
         (STRATEGY, PREFLIGHT, WATCHDOG, REPORTER),
     ),
-    Preset("memory_safe", "observe, and all guards: suits any run, and is the default", _SAFE),
+    Preset("memory_safe", "observe plus all guards: suits any run, and is the default", _SAFE),
     Preset(
         "survive",
-        "memory_safe, and a micro-batch that does not fit is finished in pieces: for runs that must"
-        " not die. It is not in memory_safe because it replaces two methods of the Trainer, and"
-        " warns about each run that it cannot help",
+        "memory_safe, and splits a micro-batch that does not fit: for runs that must not die."
+        " It is a preset of its own because it replaces two methods of the Trainer, and warns"
+        " about each run that it cannot help",
         (*_SAFE, SURVIVE),
     ),
 )
@@ -66,7 +66,7 @@ def preset(name: str) -> Preset:
     except (ImportError, AttributeError) as error:
         raise ValueError(f"the preset {name!r} cannot be loaded from {offer}: {error}") from error
     if not isinstance(theirs, Preset):
-        what = f"the preset {name!r}, but is not a Preset: {theirs!r}"
+        what = f"the preset {name!r}, but it is not a Preset: {theirs!r}"
         raise ValueError(f"{offer} is offered as {what}")
     return theirs
 

@@ -170,7 +170,7 @@ def test_the_values_that_a_cuda_build_reports_are_those_of_the_parser(text: str)
 )
 def test_a_later_call_that_turns_it_off() -> None:
     code = "read_in_force()\ntorch._C._accelerator_setAllocatorSettings('expandable_segments:False')\nprint(check())"
-    assert "a call changed the settings since" in run(code, PYTORCH_CUDA_ALLOC_CONF=ASKED)
+    assert "a call has changed them since" in run(code, PYTORCH_CUDA_ALLOC_CONF=ASKED)
 
     # A call that does not name it leaves it as it was, though the text is another: what counts is
     # the value.

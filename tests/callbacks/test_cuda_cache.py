@@ -94,7 +94,7 @@ def test_a_release_that_fails_is_said_once_and_training_goes_on(
     for reads in (True, False):
         caplog.clear()
         assert flushes(make_trainer, 64, interval=1, device=Failing(reads)) == []
-        assert caplog.text.count("CudaCacheCallback failed; training goes on") == 1
+        assert caplog.text.count("CudaCacheCallback failed; training continues") == 1
 
 
 class Neighbour(TrainerCallback):

@@ -56,10 +56,10 @@ def test_what_is_no_file_keeps_nobody_waiting(tmp_path: Path) -> None:
     assert told == [f"{kind};2;4;{prom}" for kind in NO_FILES], (
         done.stderr
     )  # no draft is left either
-    assert done.stderr.count("the memory timeline cannot be written to") == len(NO_FILES)
+    assert done.stderr.count("the memory timeline could not be written to") == len(NO_FILES)
     assert done.stderr.count("not a regular file") == 3  # the others cannot even be opened
     # Only what cannot be replaced, a folder, stays in the way of the metrics.
-    assert done.stderr.count("memory metrics cannot be written to") == 1
+    assert done.stderr.count("memory metrics could not be written to") == 1
     assert (tmp_path / "fifo" / "node" / prom).read_text().startswith("# HELP")
 
 

@@ -58,7 +58,7 @@ def test_an_evaluation_that_dies_is_forecast_and_lives_with_the_same_metrics(
         evaluate(make_trainer, EvaluationGuard(timeline=timeline), metrics=metrics)
     (finding,) = said(timeline)
     assert (finding.code, finding.severity) == ("evaluation-gathers-logits", Severity.ERROR)
-    assert "an evaluation keeps its outputs until its end: 250.0 MiB, and" in finding.summary
+    assert "an evaluation keeps its outputs until it ends: 250.0 MiB, but" in finding.summary
     assert "4 batches of 31.2 MiB" in finding.evidence
 
     simgpu.set_capacity(1024 * MIB)

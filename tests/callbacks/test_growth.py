@@ -230,7 +230,7 @@ def test_rows_that_a_data_set_keeps_are_named(make_trainer, simgpu) -> None:
     finding = leak_of(make_trainer, prepare=plant, remove_unused_columns=False)
 
     assert (
-        "x Tensor [128, 1024] uint8 held by CachingRows.cache, 2 more a step since about step 0"
+        "x Tensor [128, 1024] uint8 held by CachingRows.cache, 2 more per step since about step 0"
         in finding.evidence
     )
     assert "`CachingRows.cache.clear()`" in finding.remedy
@@ -351,7 +351,7 @@ def test_a_list_that_fills_main_memory_is_named(make_trainer, monkeypatch) -> No
 
     finding = leak_of(make_trainer, Journal(), code="leak-host")
 
-    assert "x dict in Journal.rows, 1 more a step since about step 0" in finding.evidence
+    assert "x dict in Journal.rows, 1 more per step since about step 0" in finding.evidence
     assert "`Journal.rows.clear()`" in finding.remedy
 
 

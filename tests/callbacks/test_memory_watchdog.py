@@ -230,12 +230,12 @@ def test_a_leak_is_said_until_the_end(make_trainer, simgpu, tmp_path, mib: float
     expected = {"leak-tensors", "memory-pressure", "leak-host"}
     assert {each.finding.code for each in remarks} <= expected
     assert told[0].step == 42  # 8 of warm-up, 32 of evidence, 2 that show what is new
-    assert told[0].finding.evidence.startswith(f"{float(mib)} MiB a step")
+    assert told[0].finding.evidence.startswith(f"{float(mib)} MiB per step")
     assert told[0].finding.severity is Severity.WARNING
     assert len(told) >= 3
     for remark in told:  # the count is that of the step, and the end is foreseen
         assert f"; {remark.step} x Tensor" in remark.finding.evidence
-        assert "held by Leaks.kept, 1 more a step since about step 0" in remark.finding.evidence
+        assert "held by Leaks.kept, 1 more per step since about step 0" in remark.finding.evidence
         assert "`Leaks.kept.clear()`" in remark.finding.remedy
         assert remark.finding.data["steps_left"] == pytest.approx(died - remark.step, abs=24)
     for before, after in pairwise(each.finding for each in told):

@@ -268,7 +268,7 @@ def test_a_watchdog_inside_another_object_says_that_trackers_do_not_hear_it(
     trainer.train()
 
     assert list(rows(trainer)) == [2, 4, 6, 8]
-    assert caplog.text.count("numbers go to state.log_history alone") == 1
+    assert caplog.text.count("metrics go only to state.log_history") == 1
 
 
 def test_prometheus_finds_a_whole_file(make_trainer, simgpu, tmp_path) -> None:
@@ -316,7 +316,7 @@ def test_a_folder_that_cannot_be_written_is_said_once(make_trainer, tmp_path, ca
     trainer.train()
 
     assert list(rows(trainer)) == [2, 4, 6, 8]
-    assert caplog.text.count("memory metrics cannot be written to") == 1
+    assert caplog.text.count("memory metrics could not be written to") == 1
     assert (tmp_path / "taken").read_text() == "a user's file"
 
 
@@ -381,7 +381,7 @@ def test_a_folder_taken_away_and_a_full_disk_end_nothing(make_trainer, tmp_path,
     trainer.train()
 
     assert list(rows(trainer)) == [2, 4, 6, 8]
-    assert caplog.text.count("memory metrics cannot be written to") == 1
+    assert caplog.text.count("memory metrics could not be written to") == 1
     assert os.listdir(folder) == [
         "trainer_plugins-rank-0.prom"
     ]  # of step 4, whole, and no draft of a later one

@@ -211,7 +211,7 @@ def test_a_folder_that_cannot_be_written_hides_no_error(
     assert message.startswith("CUDA out of memory")
     said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("trainer_pl")]
     assert said == [
-        "trainer_plugins: the out-of-memory record cannot be written to"
+        "trainer_plugins: the out-of-memory record could not be written to"
         f" {tmp_path / 'run'}: Not a directory"
     ]
     told = [record for record in caplog.records if "run.json" in record.getMessage()]
@@ -238,7 +238,7 @@ def test_a_disk_that_is_full_hides_no_error_and_leaves_no_half(
     assert message.startswith("CUDA out of memory")
     ours = tmp_path / "run" / "_trainer_plugins"
     assert [path.name for path in ours.iterdir()] == ["memory"]  # no record, no run.json, no draft
-    assert capfd.readouterr().err.count("the out-of-memory record cannot be written to") == 1
+    assert capfd.readouterr().err.count("the out-of-memory record could not be written to") == 1
     assert caplog.text.count("run.json cannot be written to") == 1
     assert "Traceback" not in caplog.text
 

@@ -78,4 +78,4 @@ def test_a_failure_of_the_look_is_said_and_training_goes_on(make_trainer, caplog
     trainer.train()
 
     assert trainer.state.global_step == 1
-    assert "StrategyInForce failed; training goes on" in caplog.text
+    assert "StrategyInForce failed; training continues" in caplog.text

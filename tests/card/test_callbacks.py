@@ -402,8 +402,8 @@ def test_a_growing_list_of_tensors_is_found(make_trainer) -> None:
     trainer.train()
     (leak,) = [each for each in findings(trainer) if each.code == "leak-tensors"]
     assert float(leak.data["risen_bytes"]) >= total_bytes() * 4 // 1000
-    assert "live tensors rise step by step" in leak.summary
-    assert "held by Keeps.kept, 1 more a step since about step 0" in leak.evidence
+    assert "live tensors grow in each step" in leak.summary
+    assert "held by Keeps.kept, 1 more per step since about step 0" in leak.evidence
     assert {each.device.type for each in keeps.kept} == {"cuda"}
 
 

@@ -66,7 +66,7 @@ def test_faults_of_the_environment_are_found_without_torch(tmp_path: Path) -> No
         (("--search",), "--search is for `trainer-plugins plan`"),
         (("--seq-length", "long"), "Invalid value for '--seq-length'"),
         (("--accelerate-config", "/nowhere.yaml"), "cannot be read"),
-        (("--model", "/nowhere"), "no config of a model at /nowhere"),
+        (("--model", "/nowhere"), "no model config at /nowhere"),
         (("--gpu", "h1000"), "no card is named"),
         (("8",), "cannot run 8: No such file or directory"),
         (("--batch-size", "8"), "knows --batch_size: is it --per-device-train-batch-size?"),

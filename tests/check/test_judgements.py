@@ -251,7 +251,7 @@ def test_a_streamed_base_that_would_fit_is_told_beside_the_plan() -> None:
     found = judge(replace(facts, streamed_plan=fits)).findings
     assert [each.code for each in found] == ["plan-does-not-fit", "streaming-would-fit"]
     assert "70.00 GiB" in found[1].summary
-    assert "at least 4.0 s a step at 25 GB/s" in found[1].evidence
+    assert "at least 4.0 s per step at 25 GB/s" in found[1].evidence
     assert "one copy of the base for all 2 ranks" in found[1].remedy
 
     too_large = replace(fits, fits=False, failed_request_bytes=GIB)

@@ -147,7 +147,7 @@ def test_weights_too_small_for_the_drive_stay_in_memory(tmp_path: Path) -> None:
 
     assert [dict(s.offload) for s in ran.strategies] == [{"optimizer": "nvme", "param": "nvme"}] * 2
     assert all("nvme" not in s.homes for s in ran.strategies)
-    assert "`device: cpu` is what runs" in only_finding(ran, "offload-not-in-force")
+    assert "you get `device: cpu`" in only_finding(ran, "offload-not-in-force")
 
 
 def test_activation_checkpointing_in_the_json_does_nothing(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def test_a_run_that_does_not_fit_trains_the_same_in_smaller_pieces(folder: Path)
     assert done.returncode == 0, done.stderr[-3000:]
     said = [line for line in done.stderr.splitlines() if line.startswith("trainer-plugins exec --")]
     assert said[0].startswith("trainer-plugins exec --fit: 3 rows x 2: "), said
-    assert said[0].endswith("survival divides each micro-batch of 6, and keeps its gradient")
+    assert said[0].endswith("survival splits each micro-batch of 6, and keeps its gradient")
     assert "--preset survive --memory-rows-at-once 3 -- COMMAND" in said[1]
     assert "trained 6 1 False 8 2" in done.stdout
     for name, tensor in load_file(folder / "end" / "model.safetensors").items():
@@ -106,23 +106,23 @@ def test_a_run_that_does_not_fit_trains_the_same_in_smaller_pieces(folder: Path)
 
 def test_what_fits_stays_as_it_is_and_what_cannot_is_not_started(folder: Path) -> None:
     done = _fitted(folder, "--gpu", "24GiB")
-    assert "exec --fit: it fits as it is, 2" in done.stderr
+    assert "exec --fit: the run fits as it is, with 2" in done.stderr
     assert "trained 8 1 False 8 2" in done.stdout
 
     done = _fitted(folder, "--fit=ask", "--gpu", "24GiB")
-    assert done.stdout.startswith("trainer-plugins exec --fit: it fits as it is, 2")
+    assert done.stdout.startswith("trainer-plugins exec --fit: the run fits as it is, with 2")
     assert "trained" not in done.stdout
 
     done = _fitted(folder, "--fit=ask", "--gpu", "600MiB")
     assert done.returncode == 3
-    assert "nothing fits that keeps the result: fewer rows at once: at least " in done.stderr
+    assert "nothing that keeps the result fits: fewer rows at once: at least " in done.stderr
     assert "nothing was started" in done.stderr
     assert "add --preset survive" in done.stderr
     assert "gradient_checkpointing" not in done.stderr, "it frees less than what is missing"
     assert "trained" not in done.stdout
 
     done = _fitted(folder, "--preset", "survive", "--gpu", "600MiB")
-    assert "; it trains under the preset survive" in done.stderr
+    assert "; training starts under the preset survive" in done.stderr
     assert "trained 8 1 False 8 2" in done.stdout
 
     for words, why in (
@@ -139,7 +139,7 @@ def test_an_evaluation_that_does_not_fit_is_computed_in_parts(folder: Path) -> N
     done = _fitted(folder, "--gpu", _CARD, flags=(*flags, "--per_device_eval_batch_size", "16"))
     assert done.returncode == 0, done.stderr[-3000:]
     assert "rows at once in the evaluation" in done.stderr
-    assert "survival divides each evaluation batch, and keeps its metrics" in done.stderr
+    assert "survival splits each evaluation batch, and keeps its metrics" in done.stderr
     assert "trained 1 1 False 16" in done.stdout
     assert json.loads((folder / "end" / "config.json").read_text())["vocab_size"] == 32000
 

@@ -98,7 +98,7 @@ def test_a_search_that_finds_nothing_ends(monkeypatch) -> None:
     several, tried = variations(monkeypatch, False, {"none": 1}, gradient_checkpointing=False)
     plan = several.proposals()
     assert plan.proposals == ()
-    assert plan.tried_without_success[-1] == "what is left was not tried, for time"
+    assert plan.tried_without_success[-1] == "the rest was not tried, for lack of time"
     assert len(tried) == 1
 
 
@@ -119,7 +119,7 @@ def test_what_survival_does_not_divide_stays_as_it_is(monkeypatch) -> None:
     whole = {"training": ["it has batch normalization"]}
     found, failed, _ = first_that_fits(monkeypatch, fitting=fewer, why_whole=whole, **rows)
     assert found is None
-    assert failed[0] == "micro-batches have to stay whole: it has batch normalization"
+    assert failed[0] == "micro-batches cannot be split: it has batch normalization"
 
     same = replace(_PLAN, accumulation=Accumulation(Effect.SAME, "a sum"))
     monkeypatch.setattr("tests.drycuda.test_fit_ways._PLAN", same)

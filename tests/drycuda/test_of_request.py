@@ -113,7 +113,7 @@ def test_ranks_of_a_launch_file_are_rank_0_alone(folder: Path) -> None:
     words = ("--accelerate-config", "zero2.json", "--gpu", "80GiB")
     dry = planned(folder, *words)
     assert dry.num_gpus == 4
-    assert "rank 0 of 4 ran alone, the other ranks are taken to be like it" in dry.assumptions
+    assert "only rank 0 of 4 ran; the other ranks are assumed to behave like it" in dry.assumptions
     assert dry.planned["strategy"] == "DeepSpeed ZeRO-2"
     assert {"save", "resume"} <= {*dry.moments}, "a second run found the checkpoint of the first"
     states = dry.breakdown.get("optimizer states", 0)
@@ -147,7 +147,7 @@ def test_a_trainer_of_a_notebook_is_run_on_the_dry_card(folder: Path) -> None:
     assert not (folder / "written").exists()
     dry = MemoryPlan.from_json((folder / "plan.json").read_text())
     assert dry.planned["adapter"] == "LORA, r=8"
-    assert dry.planned["rows"].startswith("3 at once x 1 x 1 GPU")
+    assert dry.planned["rows"].startswith("3 (micro-batch) x 1 (accumulation) x 1 GPU")
     assert {"backward", "evaluation"} <= dry.moments.keys()
     assert dry.num_parameters == int(done.stdout.split()[-1])
     assert "attributes of the Trainer that cannot be pickled were left out: log" in dry.not_reliable

@@ -128,7 +128,7 @@ def test_a_search_finds_the_most_rows_and_a_change_says_what_it_saves(folder: Pa
     done = typed(folder, "--gpu", "80GiB", *changes, "--json", *TRAIN)
     checkpointing, lora = json.loads(done.stdout)["changes"]
     assert checkpointing["allocated_saved_bytes"] > 100 * MIB
-    assert lora["reason"] == "the command itself says this: change it there"
+    assert lora["reason"] == "the command sets this itself: change it there"
 
 
 def test_two_ranks_have_a_card_each(plan: MemoryPlan, folder: Path) -> None:
@@ -181,7 +181,7 @@ def test_rank_0_alone_needs_what_it_needs_beside_others(folder: Path) -> None:
             "import os, subprocess, sys\n"
             "command = [sys.executable, '-c', 'import torch, time; time.sleep(1000)']\n"
             "subprocess.run(command, env={'PATH': os.environ['PATH']})",
-            "in an environment of its own",
+            "in another environment",
         ),
         (
             "import subprocess, sys\n"

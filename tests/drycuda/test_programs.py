@@ -145,7 +145,7 @@ def test_a_launcher_that_has_touched_the_card_holds_a_context_there(tmp_path: Pa
 def test_a_program_without_a_trainer_is_told_so_and_runs_by_itself(tmp_path: Path) -> None:
     done = typed(place(tmp_path, _LOOP), "--gpu", "24GiB", *TRAIN)
     assert done.returncode == 2
-    assert "other programs run on dry cards by `python -m" in done.stderr
+    assert "other programs run on dry cards with `python -m" in done.stderr
     dry = [sys.executable, "-m", "trainer_plugins.drycuda", "--gpu", "24GiB"]
     for program in (["train.py"], ["-m", "train"]):
         alone = processes.run(

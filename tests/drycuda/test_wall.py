@@ -203,7 +203,7 @@ Trainer(model, args, train_dataset=rows, eval_dataset=rows[:8], callbacks=[Best(
             marks=pytest.mark.all,
         ),
         pytest.param(
-            *(WITHOUT_NAMESPACES, (), 2, "--allow-writes PATH lets it change some (at "),
+            *(WITHOUT_NAMESPACES, (), 2, "allow some with --allow-writes PATH (at "),
             id="refused",
             marks=pytest.mark.all,
         ),

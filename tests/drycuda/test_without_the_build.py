@@ -40,23 +40,23 @@ def test_it_says_how_to_get_it(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     done = CliRunner().invoke(app, ["plan", "--gpu", "24GiB", *COMMAND])
     assert done.exit_code == 2
-    assert "dry card: fetching torch" in done.stderr
-    assert "where there is a network `plan --dry-env` fetches it" in done.stderr
+    assert "dry card: downloading the CUDA build of torch" in done.stderr
+    assert "on a machine with a network `plan --dry-env` downloads it" in done.stderr
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (("--gpu", "h1000"), "no card is named 'h1000'"),
-        (("--gpu", "24GiB", "--lora-r", "8"), "--lora-r: a command after -- says this itself"),
+        (("--gpu", "24GiB", "--lora-r", "8"), "--lora-r: a command after -- sets this itself"),
         (
             ("--gpu", "24GiB", "--model", "m", "--host-memory", "9GiB"),
             "--model, --host-memory: a command",
         ),
-        (("--gpu", "24GiB", "--explain-change", "magic"), "no switch is called 'magic'"),
+        (("--gpu", "24GiB", "--explain-change", "magic"), "no change has the name 'magic'"),
         (
             ("--gpu", "24GiB", "--snapshot", "/nowhere/x.pickle"),
-            "must be a file in a folder that exists",
+            "must be a file in an existing folder",
         ),
     ],
 )
@@ -187,12 +187,15 @@ def test_two_that_fetch_at_once_fetch_it_once_and_a_broken_fetch_leaves_nothing(
 
     wheel(tmp_path, "torch", VERSION, "lib/libtorch_cpu.so")
     for said in fetched():
-        assert "pip found no build for CUDA of torch" in said
+        assert "pip found no CUDA build of torch" in said
     assert [each for each in cache.rglob("*") if each.is_file()] == []
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     left = cache / "torch-for-cuda" / f"{VERSION}-python{python}" / "x"
     left.mkdir(parents=True)
     wheel(tmp_path, "torch", VERSION, "lib/libtorch_cuda.so")
-    assert sorted("fetching torch" in said for said in fetched()) == [False, True]
+    assert sorted("downloading the CUDA build of torch" in said for said in fetched()) == [
+        False,
+        True,
+    ]
     assert [*cache.rglob("libtorch_cuda.so")] == [left.parent / "torch/lib/libtorch_cuda.so"]
     assert not left.exists()

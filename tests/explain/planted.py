@@ -66,7 +66,7 @@ def explained(folder: Path, predicts: bool = False) -> Told:
     remedy = value["remedies"][0]
     assert remedy["cause"] == value["causes"][0]["code"]
     text = " ".join(shown.stdout.split())  # a terminal folds it anywhere
-    assert f"Do {remedy['do']} Do this first: {remedy['effect']}" in text
+    assert f"Try {remedy['do']} {remedy['effect'][:1].upper()}{remedy['effect'][1:]}." in text
     assert remedy["fits"] is not False, remedy
     code, needed_bytes = value["causes"][0]["code"], remedy["predicted_peak_bytes"]
     return Told(code, remedy["do"], text, needed_bytes, remedy["grade"])

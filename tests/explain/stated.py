@@ -10,7 +10,9 @@ from trainer_plugins.units import percent, size
 
 _SIZES = re.compile(r"-?\d+\.\d+ [MG]iB")
 # What another part of the package or the text itself has written.
-_QUOTED = re.compile(r"MemoryWatchdog noted | held by |The text names |The words are: |words are: ")
+_QUOTED = re.compile(
+    r"MemoryWatchdog noted | held by |According to the text, |The log says: |engine says: "
+)
 
 
 def explained(text: str, subject: str = "a test") -> Explanation:

@@ -150,5 +150,7 @@ def test_the_plan_of_a_recorded_launch_is_that_of_its_file(tmp_path, name: str) 
     write_new(tmp_path / "died", "oom-rank0", asdict(record))
     said = explain_run(tmp_path / "died", predicts=True)
     assert f"it was launched with {file}" in said.facts
-    assert any(each.startswith("planned as it was, it needs ") for each in said.facts), said.unknown
+    assert any(each.startswith("the plan of the run as it was: ") for each in said.facts), (
+        said.unknown
+    )
     assert "predicted" in [each.grade for each in said.remedies]

@@ -138,7 +138,7 @@ SCORES = frame(
     ("text", "first", "never"),
     [
         (SCORES + HUGE, 'from_pretrained(..., attn_implementation="sdpa")', "low_cpu_mem_usage"),
-        (frame("/v/lib/python3.12/site-packages/torch/nn/modules/linear.py", "forward", "return F.linear(") + HUGE, "halve the rows of a micro-batch", "low_cpu_mem_usage"),
+        (frame("/v/lib/python3.12/site-packages/torch/nn/modules/linear.py", "forward", "return F.linear(") + HUGE, "halve the micro-batch size", "low_cpu_mem_usage"),
         (HUGE, "print(model.device, ", "low_cpu_mem_usage"),
         (frame("/app/prepare.py", "<module>", "table = torch.zeros(n, n)") + HUGE, "look at prepare.py:7", "low_cpu_mem_usage"),
         (frame("/v/lib/python3.12/site-packages/transformers/modeling_utils.py", "from_pretrained", "x") + HUGE, "free -h", "batch_size"),
@@ -188,9 +188,9 @@ def test_a_kill_while_ranks_load_is_one_of_the_load() -> None:
     loading = explained(f"Loading weights:  61%|██████    | 322/531 [00:41<00:20]\n{killed}")
     loaded = explained(f"Loading weights: 100%|██████████| 531/531 [00:41<00:00]\n{killed}")
 
-    assert "in the load" in loading.causes[0].summary
+    assert "while each rank loaded" in loading.causes[0].summary
     assert "zero_stage: 3" in todo(loading)
-    assert "in the load" not in loaded.causes[0].summary
+    assert "while each rank loaded" not in loaded.causes[0].summary
     assert "zero_stage: 3" not in todo(loaded)
 
 
@@ -278,7 +278,7 @@ def test_pressure_is_no_oom_and_has_remedies() -> None:
     code, out, _ = command("-", stdin=b"2 pytorch allocator cache flushes since last step.\n")
 
     assert code == 1
-    assert "torch released its cache to go on, which is slow" in " ".join(out.split())
+    assert "torch released its cache to continue, which is slow" in " ".join(out.split())
     assert "--torch_empty_cache_steps 1" in out
 
 

@@ -229,7 +229,7 @@ def test_the_first_optimizer_step(train) -> None:
     settings = {"per_device_train_batch_size": 1, "max_steps": 2}
     said = train(50, model=tiny_llama(**wide), **settings)
     assert said.code == "optimizer-state"
-    assert "it was the first step of the run, in which the states are made" in said.text
+    assert "it was the first step of the run, which creates the states" in said.text
     assert train(50, model=tiny_llama(**wide), **settings | said.flags) is None
 
 
@@ -284,7 +284,7 @@ def test_what_a_list_keeps(train, kind: type[Keeps], mib: int) -> None:
 def test_a_leak_that_the_watchdog_has_named(train) -> None:
     said = train(120, Keeps(), max_steps=80)
     assert said.code == "leak"
-    assert "held by Keeps.kept, 1 more a step since about step 0" in " ".join(said.text.split())
+    assert "held by Keeps.kept, 1 more per step since about step 0" in " ".join(said.text.split())
     assert "`Keeps.kept.clear()`" in said.text
 
 

@@ -81,7 +81,7 @@ def test_what_is_free_lies_in_pieces(trained) -> None:
 
     said = explained(folder)
     assert said.code == "fragmentation"
-    assert "there was enough memory, but in pieces" in said.text
+    assert "enough memory was free, but only in small pieces" in said.text
     assert said.do.startswith("export ")
     ended, folder = trained("joined", said.do)
     assert ended

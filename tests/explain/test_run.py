@@ -191,14 +191,14 @@ def test_the_rank_that_died_first_leads_and_those_that_waited_are_named(died, tm
     assert said.causes[0].code == "capacity"
     assert said.facts[0].startswith("rank 1 of 3 ran out of memory in step 0")
     assert "rank 0 ran out of memory 2.0 s later, in step 0 (save)" in said.facts
-    assert "rank 2 only waited, after step 7: RuntimeError: peer" in said.facts
+    assert "rank 2 was only waiting, after step 7: RuntimeError: peer" in said.facts
 
 
 def test_a_later_run_that_went_well_is_told(died, make_trainer, tmp_path) -> None:
     make_trainer(*watched(), max_steps=1).train()
     said = explain_run(tmp_path / "run")
     assert said.causes[0].code == "capacity"
-    assert "1 later run(s) into this folder left no such record" in said.facts
+    assert "1 later run(s) in this folder left no such record" in said.facts
 
 
 def killed(make_trainer, tmp_path, *callbacks, **place_of_run) -> Path:
@@ -265,7 +265,7 @@ def test_a_run_that_a_full_disk_has_cut_off_was_not_killed(make_trainer, tmp_pat
     full = FillsTheDisk(room)
     folder = killed(make_trainer, tmp_path, full, num_oom_kills=place().num_oom_kills - 2)
     assert report(folder).startswith(
-        "[timeline-cut-off] how the run ended is unknown: the disk had"
+        "[timeline-cut-off] how the run ended is unknown: the disk was too full"
     )
     assert "was killed" not in report(folder)
     said = explain_run(folder)
@@ -290,7 +290,7 @@ def test_kills_that_the_container_counted_are_told(make_trainer, tmp_path) -> No
 def test_a_run_that_still_runs_was_not_killed(make_trainer, tmp_path) -> None:
     folder = killed(make_trainer, tmp_path, pid=os.getpid())
     assert explain_run(folder).causes == ()
-    assert report(folder).startswith("rank 0: the timeline has no end of training: it still runs\n")
+    assert report(folder).startswith("rank 0: the timeline does not end: it is still running\n")
 
 
 @pytest.mark.parametrize(
@@ -360,7 +360,7 @@ def test_our_own_frames_are_not_in_a_record(died) -> None:
 def test_a_report_begins_with_the_error(died, tmp_path) -> None:
     lines = report(tmp_path / "run").splitlines()
     assert lines[0].startswith("rank 0, step 0: OutOfMemoryError: CUDA out of memory.")
-    assert lines[1] == f"Type: trainer-plugins explain {tmp_path / 'run'}"
+    assert lines[1] == f"To see why: trainer-plugins explain {tmp_path / 'run'}"
 
 
 def test_the_reading_at_the_oom_is_in_the_peak(died, tmp_path) -> None:
@@ -399,8 +399,10 @@ def test_the_page_of_a_run_says_what_explain_says(died, tmp_path) -> None:
 def test_the_command_explains_a_folder(died, tmp_path) -> None:
     done = CliRunner().invoke(app, ["explain", str(tmp_path / "run"), "--no-predict"])
     assert done.exit_code == 0
-    assert done.stdout.startswith("Why  the run needs more than the card has  [likely: capacity]")
-    assert "Do   --per_device_train_batch_size " in done.stdout
+    assert done.stdout.startswith(
+        "Cause  the run needs more memory than the card has  [likely: capacity]"
+    )
+    assert "Try    --per_device_train_batch_size " in done.stdout
     assert CliRunner().invoke(app, ["explain", str(tmp_path)]).exit_code == 2
 
 
@@ -433,7 +435,7 @@ def test_a_log_that_names_the_record_of_its_run_is_answered_by_it(
     monkeypatch.chdir(tmp_path / "elsewhere" if cwd in ("elsewhere", "inside") else tmp_path)
     said = answered("-", stdin=log.read_text()) if cwd == "piped" else answered(log)
     assert said["causes"][0]["code"] == "capacity"
-    assert "the log names the record of its run, which was read: " in said["facts"][0]
+    assert "the log names the record of its run, used here: " in said["facts"][0]
     assert said["facts"][0].endswith("run/_trainer_plugins/oom-rank0.json")
     assert said["facts"][1].startswith("rank 0 of 1 ran out of memory in step 0 (train, ")
     record = folder_of_run(tmp_path / "run") / "oom-rank0.json"
@@ -482,7 +484,7 @@ def test_a_run_that_went_well_has_no_cause(make_trainer, tmp_path) -> None:
     said = explain_run(tmp_path / "run")
     assert said.causes == ()
     assert said.remedies == ()
-    assert said.facts == ("no run of this folder has noted that it ran out of memory",)
+    assert said.facts == ("no run in this folder has recorded an OOM",)
 
 
 def test_a_folder_of_nobody_is_refused(tmp_path) -> None:
@@ -526,7 +528,7 @@ def test_a_record_with_a_wrong_value_is_no_explanation(
 def test_only_a_damaged_record_is_no_folder_of_nobody(tmp_path) -> None:
     (tmp_path / "_trainer_plugins").mkdir()
     (tmp_path / "_trainer_plugins" / "oom-rank0.json").write_text('{"version": 1, "time_sec')
-    with pytest.raises(ValueError, match="that can be read"):
+    with pytest.raises(ValueError, match=r"has no readable run\.json"):
         explain_run(tmp_path)
 
 
@@ -605,11 +607,11 @@ def test_a_run_that_hydra_made_is_told_overrides(died, tmp_path) -> None:
     [
         ({"built_class": "__main__.Mine"}, "transformers has no class __main__.Mine"),
         ({"model": "PeftModelForCausalLM"}, "its adapter is not recorded"),
-        ({"family": "FSDP"}, "its launch file is not recorded, from which it ran as FSDP"),
+        ({"family": "FSDP"}, "its launch file is not recorded, and it ran as FSDP"),
         ({"family": "DataParallel"}, "it ran as DataParallel"),
         ({"device": "xpu:0"}, "it ran on xpu:0"),
-        ({"call": "evaluate"}, "it failed in evaluate(), and a plan is of train()"),
-        ({"batch": {}}, "the batch is not known, or has no input_ids"),
+        ({"call": "evaluate"}, "it failed in evaluate(), and plans cover only train()"),
+        ({"batch": {}}, "the batch is unknown, or has no input_ids"),
         (
             {"model_config": {"num_hidden_layers": 1_000_000}},
             "the config's num_hidden_layers is 1,000,000: a number from 1 to 4,096 is expected",
@@ -632,9 +634,7 @@ def test_what_no_plan_can_be_made_of_is_not_checked(
     known = explained(folder, replace(died, run=facts, **of_record))
     said = explain_run(folder, predicts=True)
     assert said.remedies == known.remedies
-    assert said.unknown[-1] == (
-        f"what the remedies would bring: there is no plan of this run: {why}"
-    )
+    assert said.unknown[-1] == (f"the effect of the remedies: {why}")
 
 
 def test_whole_gradients_are_advised_against_where_fsdp_accumulates_them(died, tmp_path) -> None:
@@ -655,8 +655,8 @@ def test_a_plan_that_fits_says_nothing_of_remedies(died, tmp_path) -> None:
     said = explain_run(folder, predicts=True)
     assert said.remedies == known.remedies
     assert re.match(
-        r"what the remedies would bring: there is no plan of this run: by its config and arguments"
-        r" it fits \([\d.]+ MiB of 200\.0 MiB\), so something else took the rest$",
+        r"the effect of the remedies: the plan of its config and"
+        r" arguments fits \([\d.]+ MiB of 200\.0 MiB\), so something else took the rest$",
         said.unknown[-1],
     )
 
@@ -671,6 +671,5 @@ def test_what_a_plan_had_said_is_told(died, tmp_path) -> None:
     )
     said = explained(tmp_path / "planned", replace(died, plan=plan))
     assert (
-        "plan.json had predicted 3.00 GiB of 8.00 GiB at its peak, in backward: it fits"
-        in said.facts
+        "plan.json had predicted a peak of 3.00 GiB of 8.00 GiB, in backward: it fits" in said.facts
     )

@@ -36,7 +36,7 @@ def of(said: str, place: str, asked: str) -> str:
     [
         (f"{LLAMA} 1 --max_length 8192", "loss", "logits-loss",
          "3.91 GiB = 8,192 tokens x 128,256 words x 4 bytes: logits of Llama 3 8B in float32."
-         " 1,024 tokens less save 501.0 MiB."),
+         " 1,024 tokens fewer save 501.0 MiB."),
         (f"{LLAMA} 8 --max_length 2048", "loss", "logits-loss",
          "3.91 GiB = 16,384 tokens x 128,256 words x 2 bytes: logits of Llama 3 8B in 16 bits."),
         ("I tune Qwen2.5-7B", "loss", "logits-loss",

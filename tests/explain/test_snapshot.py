@@ -476,11 +476,11 @@ def test_the_command_reads_snapshots_and_compares_two(tmp_path):
     code, out = command(died)
     assert code == 0
     assert "[certain: fragmentation]" in out
-    assert "Do   export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in out
+    assert "Try    export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in out
     code, out = command(before)
     assert code == 0
     assert out.startswith(f"{before}: 372.0 MiB (390,070,272 bytes) were allocated at the peak of")
-    assert "no out-of-memory error was found" not in out
+    assert "no out-of-memory error found" not in out
     assert "% activations" in out
     code, out = command(before, died)
     assert code == 0

@@ -117,14 +117,14 @@ def test_what_others_hold_is_not_answered_with_a_smaller_batch() -> None:
 
     assert "nvidia-smi" in answer.remedies[0].do
     assert "batch" not in todo(answer)
-    assert "47.54 GiB card: 409.6 MiB yours" in answer.causes[0].evidence[0]
+    assert "you hold 409.6 MiB" in answer.causes[0].evidence[0]
 
 
 def test_torchs_own_advice_is_given_only_where_it_fits() -> None:
     in_force = 'os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"\n'
 
     assert "expandable_segments:True" in todo(explained(PIECES))
-    assert "5.00 GiB in pieces" in explained(PIECES).remedies[0].effect
+    assert "5.00 GiB of small pieces" in explained(PIECES).remedies[0].effect
     assert "expandable_segments" not in todo(explained(FULL))
     assert "expandable_segments" not in todo(explained(in_force + PIECES))
     assert "expandable_segments" not in todo(explained("C:\\runs> python train.py\n" + PIECES))
@@ -302,7 +302,7 @@ def test_what_halving_would_bring_is_told_by_a_plan_that_is_filled_in(tmp_path: 
     assert (
         answer.remedies[1].do == "--per_device_train_batch_size 4 --gradient_accumulation_steps 2"
     )
-    assert "one halving may not be enough" in answer.remedies[1].effect
+    assert "You may have to halve it again" in answer.remedies[1].effect
     plan = answer.remedies[3]
     assert plan.do == (
         f"trainer-plugins plan --model {tmp_path} --gpu 23.65GiB --num-gpus 2 --trainer sft"
@@ -471,7 +471,7 @@ def test_an_engine_in_the_same_process_is_seen_beside_torch() -> None:
     own = "Including non-PyTorch memory, this process has 78.60 GiB memory in use."
     message = said("2.00 GiB", "79.15 GiB", "0.50 GiB", "40.00 GiB", "1.00 GiB", own)
 
-    assert "37.60 GiB of this process are outside torch" in str(explained(message).causes[0])
+    assert "37.60 GiB outside torch" in str(explained(message).causes[0])
     assert explained("--vllm_mode colocate\n" + message).causes[0].code == "engine-share"
 
 
@@ -526,26 +526,32 @@ def test_the_command_says_why_and_what_to_do(tmp_path: Path) -> None:
     code, out, _ = command(log, "--verbose")
 
     assert code == 0
-    assert out.startswith("Why  there was enough memory, but in pieces  [likely: fragmentation]\n")
-    assert "\nDo   export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True\n" in out
-    assert "Do this first: up to 5.00 GiB in pieces become usable" in out
+    assert out.startswith(
+        "Cause  enough memory was free, but only in small pieces  [likely: fragmentation]\n"
+    )
+    assert "\nTry    export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True\n" in out
+    assert "Joins up to 5.00 GiB of small pieces" in out
     assert "(by arithmetic)" in out
     assert "\x1b" not in out
 
 
-def test_first_come_five_lines(tmp_path: Path) -> None:
+def test_first_come_seven_lines(tmp_path: Path) -> None:
     log = tmp_path / "train.log"
     log.write_text(PIECES + "\n")
-    why, first, numbers, do, effect = command(log)[1].splitlines()
-    assert why == "Why  there was enough memory, but in pieces  [likely: fragmentation]"
-    assert first.startswith("     ")
-    assert numbers.startswith("     asked for ")
-    assert do == "Do   export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-    assert effect.startswith("       up to 5.00 GiB in pieces become usable")
-    more = int(effect.partition("(more: --verbose, ")[2].split()[0])
+    cause, first, numbers, do, effect, cost, more = command(log)[1].splitlines()
+    assert (
+        cause == "Cause  enough memory was free, but only in small pieces  [likely: fragmentation]"
+    )
+    assert first.startswith("       ")
+    assert numbers.startswith("       asked for ")
+    assert do == "Try    export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    assert effect.startswith("       Joins up to 5.00 GiB of small pieces")
+    assert cost.startswith("       Cost: usually none")
+    assert re.fullmatch(r"More   \d+ lines: --verbose", more)
+    num_more = int(more.split()[1])
     everything = command(log, "--verbose")[1].splitlines()
-    assert more >= 2
-    assert len(everything) > 5 + more / 2
+    assert num_more >= 2
+    assert len(everything) > 5 + num_more / 2
 
 
 @pytest.mark.parametrize("named", [["-"], []], ids=["named", "piped"])
@@ -561,9 +567,9 @@ def test_the_command_writes_json_from_standard_input(named: list[str]) -> None:
 @pytest.mark.parametrize(
     ("stdin", "code", "words"),
     [
-        (b"all is well\n", 1, "no out-of-memory error was found"),
+        (b"all is well\n", 1, "no out-of-memory error found"),
         (b"OSError: [Errno 28] No space left on device\n", 1, "a disk is full, not the card"),
-        (b"", 2, "there is nothing in it"),
+        (b"", 2, "it is empty"),
         (bytes(range(256)) * 4096, 2, "it is not text"),
         (b"\x80\x04\x95 a pickle \x00", 2, "it is not text"),
     ],
@@ -585,7 +591,7 @@ def test_a_person_at_a_terminal_is_not_waited_for() -> None:
     os.close(ours)
     os.close(theirs)
     assert done.returncode == 2
-    assert "or pipe a log in" in " ".join(done.stderr.replace("│", " ").split())
+    assert "or pipe in a log" in " ".join(done.stderr.replace("│", " ").split())
 
 
 def test_bad_paths_get_one_line(tmp_path: Path) -> None:

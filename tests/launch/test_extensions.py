@@ -104,7 +104,7 @@ def test_it_is_said_how_old_it_is_and_what_to_do(tmp_path: Path) -> None:
     (finding,) = lock_findings([ExtensionLock(path=lock, age_seconds=7200)])
 
     assert str(finding) == (
-        "[extension-lock] every launch that needs the extension cpu_adam of torch waits forever: a build was interrupted "
+        "[extension-lock] every launch that needs the torch extension cpu_adam waits forever: a build was interrupted "
         f"({lock} is 2 h old, and no process holds it). Run trainer-plugins configs build cpu_adam, also while ranks "
         f"wait: after rm {lock} they fail with an ImportError"
     )
@@ -289,7 +289,7 @@ def test_ranks_that_wait_go_on_after_a_build_and_fail_after_rm(
     [
         (["no_such"], 2, "DeepSpeed has no extension no_such"),
         (["none.yaml"], 2, "none.yaml cannot be read"),
-        ([configs.path("ddp")], 0, "needs no extension"),
+        ([configs.path("ddp")], 0, "needs no DeepSpeed extension"),
     ],
 )
 def test_a_build_of_nothing_says_so(words: list[str], exit_code: int, said: str) -> None:

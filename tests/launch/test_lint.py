@@ -164,7 +164,7 @@ def test_what_transformers_calls_a_mismatch_is_one(tmp_path: Path, top: str, wor
         ("missing.json", "--gradient_accumulation_steps 8", None, Severity.ERROR, "fills in 1"),
         ("batch.yaml", "--per_device_train_batch_size 32", None, None, ""),
         ("batch.yaml", "--bf16 True", 4, Severity.ERROR, "say 32"),
-        ("steps.json", "--warmup_steps 0.1", None, Severity.WARNING, "has other steps"),
+        ("steps.json", "--warmup_steps 0.1", None, Severity.WARNING, "takes other steps"),
         ("adamw.json", "--optim adamw_torch_fused", None, None, ""),
         ("adamw.json", "--optim adafactor", None, Severity.ERROR, "instead of --optim adafactor"),
         ("steps.json", "--lr_scheduler_type linear", None, None, ""),

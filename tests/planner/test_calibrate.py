@@ -145,7 +145,7 @@ def test_a_plan_meets_its_run_and_the_next_one_has_the_context(cache, make, simg
     for words in (
         "train",
         f"{met['train', 'allocated']:+.2%}",
-        "300.0 MiB of the card was outside the allocator",
+        "300.0 MiB of the card was in use outside the allocator",
         "To undo this, delete",
     ):
         assert words in said(found)
@@ -183,7 +183,7 @@ def refusals(plan: MemoryPlan, folder: Path) -> None:
             calibrate(other, folder)
     kept = calibrate(replace(plan, gpu=None), folder)
     assert kept.kept_in is None
-    assert kept.remarks == ("the context is not kept: name the card with --gpu",)
+    assert kept.remarks == ("the context size is not stored: name the card with --gpu",)
     context_file("simgpu").unlink()
     tampered(folder, lambda line: {**line, "free_bytes": max(0, line.get("free_bytes", 0) - GIB)})
     foreign = calibrate(plan, folder)

@@ -57,7 +57,7 @@ def planned(config, *flags, **how):
     return replace(request(config, *flags, rows=4, **how), card=None)
 
 
-BUILT = "no model can be built from the config: "
+BUILT = "the config builds no model: "
 STRICT = f"{BUILT}StrictDataclassFieldValidationError: Validation error for field"
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"architectures": ["os.system"]}, 'architectures is ["os.system"]: transformers'),

@@ -48,7 +48,7 @@ def _leaves_nothing(tmp_path, monkeypatch):
 
 @pytest.mark.all
 def test_a_crash_is_said(make_trainer):
-    with pytest.raises(PlanError, match="ended with exit code -11 before a Trainer had trained"):
+    with pytest.raises(PlanError, match="exited with code -11 before a Trainer had trained"):
         plan_run(make_trainer(trainer_class=Crashing))
 
 
@@ -115,7 +115,7 @@ def test_a_file_of_the_user_is_not_taken_for_a_module_of_python(tmp_path):
     [
         (
             ["--timeout", "-1"],
-            "the time limit is a number of seconds, above 0 and of a week at most, got -1",
+            "the time limit is a number of seconds, above 0 and at most a week, got -1",
         ),
         (["--timeout", "0"], "got 0"),
         (["--timeout", "nan"], "the time limit is a number of seconds"),

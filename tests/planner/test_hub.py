@@ -108,9 +108,9 @@ def test_a_model_that_is_not_in_the_cache_is_one_line(
     done = typed(tmp_path, command, "--model", "org/small", *RUN, hub=hub)
     assert done.returncode == 2
     assert done.stderr == (
-        f"trainer-plugins {command}: no config of a model at org/small, and the cache {tmp_path}/hub has no model of"
-        " that name. Give a file or folder on disk, or add --from-hub: it fetches the model's config.json and nothing"
-        " else\n"
+        f"trainer-plugins {command}: no model config at org/small, and the cache {tmp_path}/hub has no model of"
+        " that name. Name a file or folder on disk, or download just the model's config.json with"
+        " --from-hub\n"
     )
     assert hub.asked == []
 

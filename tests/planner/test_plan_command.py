@@ -56,7 +56,7 @@ def test_a_run_that_does_not_fit_is_exit_code_3_and_says_what_would(tmp_path: Pa
     assert found.fails_on_less is not None
     assert found.versions["torch"]
     assert any("padding" in line for line in found.assumptions)
-    assert found.planned["rows"].startswith("2 at once x 1 x 1 GPU")
+    assert found.planned["rows"].startswith("2 (micro-batch) x 1 (accumulation) x 1 GPU")
     assert "--lora-r 128" in found.planned["command"]
     assert found.proposals or found.tried_without_success
     for each in found.proposals:
@@ -90,14 +90,17 @@ def test_the_answer_is_few_lines_and_its_first_change_makes_the_run_fit(tmp_path
     asked = ("--model", str(tmp_path), "--seq-length", "64", "--per_device_train_batch_size", "16")
     done = plan(*asked, "--gpu", "594MiB")
     assert done.exit_code == 3, done.output
-    first, planned, peak, change, flags, sure = done.stdout.splitlines()
+    first, planned, peak, change, flags, accuracy, more = done.stdout.splitlines()
     assert first.startswith("Does not fit on 594MiB: ")
     assert first.endswith("short, in the backward pass")
-    assert planned.startswith("Planned rows 16 at once x 1 x 1 GPU, 16 a step; length 64 tokens; ")
-    assert "card kernels of rtx4060 (sm_89), guessed by its size" in planned
-    assert re.match(r"Peak    .* MiB logits and loss, .*context [\d.]+ MiB or more$", peak)
-    assert re.match(r"Change  \d rows? x \d+: [\d.]+ MiB to spare. Price: the same tr", change)
-    assert re.match(r"Sure    allocated within .*; \d assumptions: --verbose", sure)
+    assert planned.startswith(
+        "Planned   rows 16 (micro-batch) x 1 (accumulation) x 1 GPU = 16 per step; length"
+    )
+    assert "card kernels of rtx4060 (sm_89), guessed from its size" in planned
+    assert re.match(r"Peak      .* MiB logits and loss, .*context at least [\d.]+ MiB$", peak)
+    assert re.match(r"Try       \d rows? x \d+: [\d.]+ MiB to spare. Cost: the same tr", change)
+    assert re.match(r"Accuracy  allocated within ", accuracy)
+    assert re.match(r"More      \d assumptions(, \d suggestions?)?: --verbose", more)
     again = plan(*asked, "--gpu", "594MiB", *flags.split())
     assert again.exit_code == 0, again.output
 
@@ -105,10 +108,10 @@ def test_the_answer_is_few_lines_and_its_first_change_makes_the_run_fit(tmp_path
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--model", "/no/such/place"], "no config of a model at /no/such/place"),
+        (["--model", "/no/such/place"], "no model config at /no/such/place"),
         ([*QWEN_LORA, "--num-gpus", "0"], "--num-gpus: a run needs at least one, got 0"),
         ([*QWEN_LORA, "--gpu", "gtx"], "no card is named 'gtx'"),
-        ([*QWEN_LORA, "--peft-config", "adapter.json"], "both say which adapter to train"),
+        ([*QWEN_LORA, "--peft-config", "adapter.json"], "both name an adapter to train"),
         (["--model", __file__], "is not JSON"),
     ],
 )
@@ -124,7 +127,7 @@ def test_weights_that_do_not_fit_alone_are_said(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps({**SMALL_GPT2, **wide}))
     done = plan("--model", str(tmp_path), "--seq-length", "8", "--gpu", "513MiB")
     assert done.exit_code == 3, done.output
-    assert re.search(r"The weights alone take [\d.]+ MiB: fewer rows cannot help", done.stdout)
+    assert re.search(r"The weights alone take [\d.]+ MiB: a smaller batch cannot help", done.stdout)
 
 
 @pytest.mark.all
@@ -149,7 +152,7 @@ def test_main_memory_has_a_verdict_of_its_own(tmp_path: Path):
     assert plan(*asked, "--pinned-memory", "lots").exit_code == 2
     short = replace(found, fits=False, host_shortage=None, failed_request_bytes=512)
     in_pieces = replace(short, smallest_card_bytes=None)
-    assert "t4 (14.56 GiB): no 2.0 MiB in one piece, in the" in verdict(in_pieces)
+    assert "t4 (14.56 GiB): no contiguous 2.0 MiB free, in the" in verdict(in_pieces)
 
 
 @pytest.mark.all

@@ -235,7 +235,7 @@ def test_padding_makes_masks(outcomes):
     [
         ("no model", "the config has no model_type: it is not the config.json of a model"),
         ("unknown model", "has no model_type 'no-such-model'"),
-        ("sizes", "no model can be built from the config"),
+        ("sizes", "the config builds no model"),
         ("no target", "peft refuses the adapter: Target modules .*nowhere.* not found"),
         (
             "flag",
@@ -348,14 +348,12 @@ def test_a_trainer_made_for_the_cpu_because_no_card_is_there_is_planned(make_tra
         ({"seq_length": 4096}, "the longest rows of its train_dataset"),
         ({"target_length": 64}, "the longest rows of its train_dataset"),
         ({"padding": False}, "the longest rows of its train_dataset"),
-        ({"dtype": "bfloat16"}, "its model already has one"),
-        ({"peft_config": LORA}, "its model is planned as it is"),
-        ({"accelerate_config": "/no/such/file"}, "read from the process that made it"),
+        ({"dtype": "bfloat16"}, "its model has a dtype"),
+        ({"peft_config": LORA}, "the plan uses its model as it is"),
+        ({"accelerate_config": "/no/such/file"}, "its process determines the launch"),
     ],
 )
 def test_what_is_for_a_config_is_refused_with_a_trainer(make_trainer, given, why):
     (name,) = given
-    with pytest.raises(
-        PlanError, match=f"{name} is for the config of a model, and here is a Trainer: .*{why}"
-    ):
+    with pytest.raises(PlanError, match=f"with a Trainer you cannot pass {name}: .*{why}"):
         plan_run(make_trainer(), **given)

@@ -102,6 +102,6 @@ class DetachesTheLoss(Trainer):
 
 
 def test_a_loss_of_nothing_that_is_trained_has_its_cause_and_its_cure(make_trainer):
-    with pytest.raises(PlanError, match="the loss depends on nothing that is trained") as refused:
+    with pytest.raises(PlanError, match="the loss depends on no trainable parameter") as refused:
         plan_run(make_trainer(trainer_class=DetachesTheLoss))
     says_cause_and_cure(str(refused.value))

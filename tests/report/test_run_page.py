@@ -56,9 +56,9 @@ def test_a_run_that_died_says_why_and_what_to_do_before_the_picture(
 
     failed = trainer.state.global_step
     assert page.titles[0].startswith(f"Out of memory after step {failed}: ")
-    assert text.index("Do this first") < text.index("data-chart") < text.index("<h2>Why</h2>")
+    assert text.index("Try this first") < text.index("data-chart") < text.index("<h2>Why</h2>")
     said = CliRunner().invoke(app, ["explain", str(tmp_path / "run")]).stdout
-    (first,) = [line[5:] for line in said.splitlines() if line.startswith("Do   ")]
+    (first,) = [line[7:] for line in said.splitlines() if line.startswith("Try    ")]
     assert first in page.words
     assert f"out of memory after step {failed}" in page.words
     assert "1 rank of LlamaForCausalLM on simgpu" in page.words
@@ -265,7 +265,7 @@ def test_a_notebook_shows_a_plan_and_a_run_in_a_frame_of_their_own(tmp_path: Pat
     [
         (["--html", "{folder}/nowhere/page.html"], "No such file or directory"),
         (["--html", "{folder}"], "Is a directory"),
-        (["--plan", "{folder}/plan.json"], "give --html too"),
+        (["--plan", "{folder}/plan.json"], "add --html"),
         (["--html", "{folder}/page.html", "--plan", "{folder}/plan.json"], "is not a plan"),
         (["--html", "{folder}/page.html", "--plan", "{folder}/no.json"], "No such file"),
     ],

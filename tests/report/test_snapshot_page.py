@@ -33,8 +33,8 @@ def test_fragmentation_is_seen_and_the_setting_that_helps_comes_first(tmp_path: 
         in_pieces(card)
     path = card.dump(tmp_path / "snapshot.pickle")
     page = drawn(path)
-    assert page.titles[0].startswith("Out of memory: 320.0 MiB were reserved and free, but in")
-    assert "expandable_segments:True" in page.words.partition("Do this first")[2][:100]
+    assert page.titles[0].startswith("Out of memory: 320.0 MiB were reserved but unused, in")
+    assert "expandable_segments:True" in page.words.partition("Try this first")[2][:100]
     assert {480 * MIB, 200 * MIB} <= page.figures, "categories"
     assert "project/model.py:20 forward" in page.words
 
@@ -131,7 +131,7 @@ def test_two_snapshots_are_one_page_with_what_grew(tmp_path: Path) -> None:
     assert loads_nothing(text)
     page = Read(text)
     assert len(page.data["snapshots"]) == 2
-    assert page.titles[0] == "240.0 MiB more are allocated in the second snapshot than in the first"
+    assert page.titles[0] == "The second snapshot has 240.0 MiB more allocated than the first"
     for name in ("before.pickle", "after.pickle"):
         assert f"{name}: " in page.words
 

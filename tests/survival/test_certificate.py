@@ -223,7 +223,7 @@ def test_a_weighted_mean_by_hand_is_refused_before_its_classes_meet(tmp_path, nu
     Run(trainer, {0: [8]})
     (told,) = remarks(tmp_path, "gradients-in-doubt")
     assert re.search(why, told.finding.evidence)
-    assert "those that were divided in steps 1 to 10 are in doubt" in told.finding.summary
+    assert "those split in steps 1 to 10 may be wrong" in told.finding.summary
 
 
 class Linear(nn.Module):

@@ -70,7 +70,7 @@ def test_greedy_completions_and_their_scores_are_the_same(tmp_path, name: str, k
     what = {"generate": "completions to generate", "score": "rows to score"}[kind]
     (remark,) = remarks(tmp_path / "divided", "out-of-memory-survived")
     said = remark.finding.summary
-    assert said.startswith(f"{what} did not fit at once, and were divided into 4 parts")
+    assert said.startswith(f"{what} did not fit at once, and were computed in 4 parts")
 
 
 def test_checkpointing_is_on_again_after_a_generation_that_failed(tmp_path) -> None:

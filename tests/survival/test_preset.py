@@ -50,12 +50,12 @@ def test_what_cannot_be_helped_is_said_and_trains_on_unless_asked_otherwise(tmp_
     trainer.train()
     assert trainer.state.global_step == 2
     (told,) = remarks(tmp_path, "out-of-memory-refused")
-    assert "compute_loss_func is a loss of your own" in told.finding.summary
+    assert "compute_loss_func is a custom loss" in told.finding.summary
 
     strict = small_trainer(
         tmp_path, compute_loss_func=lambda outputs, labels, **kwargs: outputs.logits.sum() * 0
     )
     protect(strict, preset="survive", on_refusal="error")
-    with pytest.raises(ValueError, match="compute_loss_func is a loss of your own"):
+    with pytest.raises(ValueError, match="compute_loss_func is a custom loss"):
         strict.train()
     assert strict.state.global_step == 0

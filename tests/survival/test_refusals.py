@@ -175,11 +175,11 @@ CASES: dict[str, tuple] = {
     ),
     "compute_loss_func": (
         {"compute_loss_func": lambda *args, **kwargs: 0},
-        "compute_loss_func is a loss of your own",
+        "compute_loss_func is a custom loss",
     ),
     "own model": (
         {"model": OwnModel},
-        "OwnModel.forward is not that of transformers, and whether its loss can be divided is not known",
+        "OwnModel.forward is not that of transformers, and it is unknown whether its loss can be split",
     ),
     "own loss_function": (
         {"model": replaced_loss_function},
@@ -327,7 +327,7 @@ def test_a_model_that_exchanges_its_parameters_in_training_is_not_resumed(tmp_pa
     survive_oom(trainer)
 
     with pytest.raises(
-        torch.OutOfMemoryError, match="the model has other parameters than when training began"
+        torch.OutOfMemoryError, match="the model's parameters have changed since training began"
     ):
         Run(trainer, {2: [250]})
 
@@ -371,10 +371,10 @@ def test_a_hook_that_a_later_callback_sets_is_seen_before_the_first_step(tmp_pat
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [
-        ({"min_micro_batch": 0}, "min_micro_batch counts examples, 1 or more, got 0"),
+        ({"min_micro_batch": 0}, "min_micro_batch is a number from 1 on, got 0"),
         (
             {"ladder": ("sharding",)},
-            r"ladder is a tuple of names out of \('checkpointing', 'offload', 'stream'\), got \('sharding',\)",
+            r"ladder is a tuple of names from \('checkpointing', 'offload', 'stream'\), got \('sharding',\)",
         ),
         ({"on_refusal": "ignore"}, "on_refusal is 'error' or 'warn', got 'ignore'"),
     ],

@@ -336,7 +336,7 @@ def test_a_row_that_no_sampler_draws_may_be_none_to_train_on(tmp_path, simgpu, c
     rehearsed = Trained(tmp_path / "rehearsed", simgpu, LARGE, **options)
     alone = Trained(tmp_path / "alone", simgpu, LARGE, attach=False, **options)
 
-    assert "SurvivalMemo failed; training goes on" in caplog.text
+    assert "SurvivalMemo failed; training continues" in caplog.text
     assert off_by_steps(rehearsed.gradients, alone.gradients) == 0
 
 
@@ -354,7 +354,7 @@ def test_completions_are_not_generated_before_their_time(tmp_path, simgpu, caplo
         return [logs["loss"] for logs in trainer.state.log_history if "loss" in logs]
 
     assert losses(tmp_path / "attached", True) == losses(tmp_path / "alone", False)
-    assert "nothing is rehearsed: the length of completions is not known yet" in caplog.text
+    assert "nothing is rehearsed: the length of completions is unknown" in caplog.text
 
 
 LENGTHS = [3, 9, 1, 7, 5]

@@ -123,5 +123,5 @@ def test_data_that_cannot_be_asked_counts_by_its_first_rows(tmp_path) -> None:
 
 
 def test_a_number_of_rows_below_zero_is_refused(tmp_path) -> None:
-    with pytest.raises(ValueError, match="rows_at_once counts rows"):
+    with pytest.raises(ValueError, match="rows_at_once is 0"):
         survive_oom(small_trainer(tmp_path, data_collator=padded), rows_at_once=-1)

@@ -212,7 +212,8 @@ def test_packed_rows_with_noise_that_depends_on_their_length_are_refused(tmp_pat
     trainer = make(packed)
     survive_oom(trainer)
     with pytest.raises(
-        ValueError, match="neftune_noise_alpha makes its noise smaller the longer a packed row is"
+        ValueError,
+        match="neftune_noise_alpha scales its noise down with the length of a packed row",
     ):
         trainer.train()
     trainer = make(padded)  # padded rows keep their length

@@ -356,7 +356,7 @@ def test_it_takes_the_place_of_the_batch_size_finder(tmp_path, caplog, by: str) 
     assert survived.allocations.num_failed == 1
     assert gradients_off_by(survived, whole) <= 1e-12
     assert trainer._train_batch_size == 4
-    assert "survival takes the place of auto_find_batch_size" in caplog.text
+    assert "survival replaces auto_find_batch_size" in caplog.text
     assert trainer.args.auto_find_batch_size  # it is the user's again
 
     alone = Run(finding(), {0: [whole.num_allocations[0] // 2]})

@@ -97,7 +97,7 @@ def test_one_row_that_does_not_fit_is_not_told_to_be_fewer(tmp_path, simgpu) -> 
         ):
             trainer.train()
         (told,) = remarks(tmp_path / str(num_rows), "out-of-memory-refused")
-        assert told.finding.remedy.startswith("What is left: shorter sequences")
+        assert told.finding.remedy.startswith("Remaining options: shorter sequences")
         assert "per_device_train_batch_size" not in told.finding.remedy
 
 
@@ -125,7 +125,7 @@ def test_a_refusal_says_where_it_was_seen(tmp_path) -> None:
     (told,) = remarks(tmp_path, "out-of-memory-refused")
     assert (
         told.finding.evidence
-        == "seen in the Trainer, its model and its arguments, before anything was computed"
+        == "found in the Trainer, its model and its arguments before the first step"
     )
 
 

@@ -164,7 +164,7 @@ def test_each_kind_of_leak_has_its_name(kind: str) -> None:
 
     (finding,) = found.values()
     assert finding.code == f"leak-{kind.replace('_', '-')}"
-    assert finding.evidence.startswith("10.0 MiB a step")
+    assert finding.evidence.startswith("10.0 MiB per step")
     left = (62 if kind == "host" else 80 - 40 - 1) * 1024 // 10
     assert f"about {left} steps" in finding.summary
 
@@ -313,7 +313,7 @@ def test_nobody_is_told_to_set_what_is_set(
     ]
     for finding in findings:
         assert ("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in finding.remedy) is not is_set
-        assert ("segments are expandable already" in finding.remedy) is is_set
+        assert ("segments are already expandable" in finding.remedy) is is_set
 
 
 def test_a_newer_release_in_another_timeline_is_judged_too() -> None:

@@ -122,8 +122,8 @@ def verify(asked: str, in_force: InForce, variables: Variables, machine: Machine
     )
     return Finding.warning(
         code="allocator-settings-not-in-force",
-        summary=f"the allocator does not use the settings that were asked for: {why}",
-        evidence=f"asked {asked}; in force {in_force.text or 'nothing'!r}"
+        summary=f"the allocator does not use the requested settings: {why}",
+        evidence=f"requested {asked}; in force {in_force.text or 'nothing'!r}"
         + (f"; {seen}" if seen else ""),
         remedy=remedy,
     )
@@ -136,7 +136,7 @@ def _reason(
     if in_force.refusal is not None:
         return (
             f"torch refused to read them ({in_force.refusal})",
-            "Correct the text: `trainer-plugins env` says what is wrong.",
+            "Correct the text: `trainer-plugins env` shows what is wrong.",
         )
     holders = [name for name, text in variables.texts.items() if _holds(text, wanted)]
     if not holders:
@@ -155,7 +155,7 @@ def _reason(
         )
     if not _holds(in_force.text, wanted):
         return (
-            f"torch had read {read_name} before it was set, or a call changed the settings since",
+            f"torch had read {read_name} before it was set, or a call has changed them since",
             "Set it before the process starts: torch reads it once, when it first uses the card.",
         )
     blocker = expandable_blocker(machine) if "expandable_segments" in wanted else None

@@ -179,5 +179,5 @@ def choose(variables: Variables, machine: Machine) -> Choice:
         return Choice({}, f"no allocator settings: you set {' and '.join(own)} to different values")
     name, text = next(iter(own.items()))
     if any(finding.severity is Severity.ERROR for finding in lint_text(text, name, machine)):
-        return Choice({}, f"no allocator settings: those in {name} are wrong and stay as they are")
+        return Choice({}, f"no allocator settings: those in {name} are wrong and stay unchanged")
     return Choice(dict.fromkeys((CUDA, UNIFIED), text), f"your {name}, under both names")

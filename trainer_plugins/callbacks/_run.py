@@ -127,9 +127,7 @@ class RunCallback(TrainerCallback):
         except Exception:
             if not self._has_failed:
                 self._has_failed = True
-                logger.exception(
-                    "%s failed; training goes on, and this is logged once", type(self).__name__
-                )
+                logger.exception("%s failed; training continues (logged once)", type(self).__name__)
 
     def note_insertion(
         self, handler: CallbackHandler, was_given: Callable[[TrainerCallback], bool]
@@ -181,8 +179,8 @@ def model_of(event: Event) -> nn.Module:
     model = event.get("model")
     if not isinstance(model, nn.Module):
         raise NoModelError(
-            f"this Trainer passes a {type(model).__name__} to its callbacks, which is no nn.Module:"
-            " callbacks that need the model do nothing in its runs"
+            f"this Trainer passes a {type(model).__name__} to its callbacks, which is not an"
+            " nn.Module: callbacks that need the model do nothing in this run"
         )
     return model
 

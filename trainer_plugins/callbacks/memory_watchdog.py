@@ -76,9 +76,9 @@ class MemoryWatchdog(EvaluationCallback):
         with self.harmless():
             if not move_before_trackers(self):
                 logger.info(
-                    "MemoryWatchdog is not in the Trainer's own list of callbacks, and trackers"
-                    " run before it: memory numbers go to state.log_history alone. Give it to the"
-                    " Trainer with callbacks=[...] or add_callback"
+                    "MemoryWatchdog is not in the Trainer's own list of callbacks, and"
+                    " trackers run before it: memory metrics go only to state.log_history."
+                    " Pass it to the Trainer with callbacks=[...] or add_callback"
                 )
         if self.stop:
             self._stop_vote = self.vote_every(self.every_steps, args)

@@ -74,7 +74,7 @@ def _report_failed_check(why: str) -> Finding:
     return Finding(
         code="check-not-made",
         severity=Severity.INFO,
-        summary="one check could not be made",
+        summary="one check failed to run",
         evidence=why,
-        remedy="No action needed: all other checks were made, and training is not affected",
+        remedy="No action needed: all other checks ran, and training is not affected",
     )

@@ -25,15 +25,15 @@ def one_process(facts: Facts) -> CheckLine | None:
     if num_cards is None:
         return None
     if num_cards < 2:
-        return CheckLine("cards a process", "one")
+        return CheckLine("cards per process", "one")
     finding = Finding.warning(
         code="data-parallel",
-        summary=f"one process uses {num_cards} cards (DataParallel): the first gathers all outputs",
-        evidence="no launcher started a process for each, so the batch grows (transformers#15544)",
+        summary=f"one process drives {num_cards} cards (DataParallel): the first holds all outputs",
+        evidence="no launcher started a process per card, so the batch grows (transformers#15544)",
         remedy=f"{advice.ONE_PROCESS_A_CARD.flag(Door.SHELL)}, or"
         f" {advice.ONE_CARD.flag(Door.SHELL)}",
     )
-    return CheckLine("cards a process", "", (finding,))
+    return CheckLine("cards per process", "", (finding,))
 
 
 def evaluation(facts: Facts) -> CheckLine | None:
@@ -67,7 +67,7 @@ def generation(facts: Facts) -> CheckLine | None:
     finding = Finding(
         code="evaluation-generates",
         severity=severity_of(need, free),
-        summary=f"generation needs a cache of {size(need)}, and {size(free)} is free",
+        summary=f"generation needs a cache of {size(need)}, but {size(free)} is free",
         evidence=f"{rows} sequences ({beams} beam(s)) x {length:,} tokens x {layers} layers",
         remedy=f"{advice.SMALLER_EVAL_BATCH.flag(Door.TRAINER)},"
         f" {advice.FEWER_BEAMS.flag(Door.TRAINER)}, or"
@@ -121,7 +121,7 @@ def batch_size(facts: Facts) -> CheckLine | None:
     finding = Finding.warning(
         code="auto-find-batch-size",
         summary=f"{name} restarts training with a smaller batch at each OOM",
-        evidence="batch and number of steps change, earlier steps are lost (accelerate#1934)",
+        evidence="batch and number of steps change, and earlier steps are lost (accelerate#1934)",
         remedy=f"Leave it out; {advice.SURVIVE.flag(Door.CODE)} keeps the batch and the step",
     )
     return CheckLine("batch size", "", (finding,))
@@ -210,7 +210,7 @@ def _judge_gathered_logits(facts: Facts, run: RunSettings) -> Iterator[Finding]:
     yield Finding(
         code="evaluation-gathers-logits",
         severity=severity_of(need, free),
-        summary=f"an evaluation keeps {size(need)} of logits, and {size(free)} of {place} is free",
+        summary=f"an evaluation keeps {size(need)} of logits, but {size(free)} of {place} is free",
         evidence=f"{rows:,} rows x {longest:,} tokens x {words:,} words x 4 bytes{twice}, for"
         " compute_metrics (transformers#7232)",
         remedy=remedy,
@@ -223,7 +223,7 @@ def _disk(facts: Facts, run: RunSettings) -> Iterator[Finding]:
     if run.folder_trouble:
         yield Finding.error(
             code="output-not-writable",
-            summary=f"{folder_of(run.values)} cannot be written: the first save ends the run",
+            summary=f"{folder_of(run.values)} is not writable: the first save would end the run",
             evidence=run.folder_trouble,
             remedy="Give another --output_dir, or --save_strategy no",
         )
@@ -238,7 +238,7 @@ def _disk(facts: Facts, run: RunSettings) -> Iterator[Finding]:
     if need > free:
         yield Finding.error(
             code="disk-too-small",
-            summary=f"a checkpoint takes {size(need)}, and {size(free)} is free",
+            summary=f"a checkpoint takes {size(need)}, but {size(free)} is free",
             evidence=f"{size(weights)} of weights{states}, in {folder_of(run.values)}",
             remedy=f"{advice.SAVE_ONLY_MODEL.flag(Door.TRAINER)},"
             f" {advice.FEWER_CHECKPOINTS.flag(Door.TRAINER)}, or another --output_dir",
@@ -260,7 +260,7 @@ def _gathering_save(facts: Facts, run: RunSettings) -> Iterator[Finding]:
         yield Finding(
             code="save-gathers",
             severity=severity_of(weights, free),
-            summary=f"each save gathers {size(weights)} of weights on rank 0; {size(free)} is free",
+            summary=f"a save gathers {size(weights)} of weights on rank 0; {size(free)} is free",
             evidence=f"{run.gathers_on_save} (transformers#12587)",
             remedy=f"{remedy.flag(door)}: {remedy.price}",
             amount=float(weights),

@@ -22,7 +22,7 @@ def lengths(facts: Facts) -> CheckLine | None:
             severity=Severity.INFO,
             summary="lengths, padding and the worst batch are unknown before training",
             evidence=data.unseen,
-            remedy="Give max_length to the tokenizer: then the longest row is known",
+            remedy="Give max_length to the tokenizer, so that the longest row is known",
         )
         return CheckLine("rows", f"not sampled: {data.unseen}", (finding,))
     if not data.lengths:
@@ -72,7 +72,7 @@ def _outlier(ordered: Sequence[int], data: DataFacts) -> Finding | None:
         summary=f"the longest row has {longest:,} tokens, 99% have {usual:,} or fewer: few rows"
         " decide the peak",
         evidence=f"{num:,} rows of {data.num_rows or num:,} sampled",
-        remedy="Cut or drop long rows (max_length), or survive_oom, which begins with the longest",
+        remedy="Cut or drop long rows (max_length), or survive_oom, which starts with the longest",
         amount=longest / usual,
         data={"longest_tokens": longest, "usual_tokens": usual, "num_sampled": num},
     )
@@ -110,7 +110,7 @@ def _judge_early_padding(data: DataFacts) -> Finding | None:
         return None
     return Finding.warning(
         code="padding-in-rows",
-        summary=f"{percent(part)} of the tokens in the data set are padding already",
+        summary=f"{percent(part)} of the tokens in the data set are already padding",
         evidence=f"by the attention_mask of {len(data.lengths):,} rows",
         remedy="Tokenize without padding='max_length': the collator pads each batch to its longest",
         amount=part,

@@ -162,8 +162,8 @@ _KNOWN = (
         package="accelerate",
         fixed=(1, 13),
         applies=lambda facts: _is_fsdp2(facts) and _has_frozen_halves(facts),
-        what="FSDP2 makes all weights float32, the frozen ones too: twice the memory of a base in"
-        " 16 bits",
+        what="FSDP2 casts all weights to float32, frozen ones too: twice the memory of a 16-bit"
+        " base",
         issue="accelerate#3844",
         remedy="pip install -U 'accelerate>=1.13'",
     ),
@@ -172,8 +172,8 @@ _KNOWN = (
         since=(5,),
         fixed=None,
         applies=_has_whole_experts,
-        what="bitsandbytes leaves experts in 16 bits, because one tensor of a layer holds them all",
-        issue="bitsandbytes#1849, axolotl#3374: a run that fitted with 4.57 died in the load",
+        what="bitsandbytes leaves experts in 16 bits, because one tensor per layer holds them all",
+        issue="bitsandbytes#1849, axolotl#3374: a run that fitted with 4.57 died while loading",
         remedy=f"{advice.QUANTISED_EXPERTS.flag(Door.CODE)}; or"
         f" {advice.QUANTISED_EXPERTS.flag(Door.SHELL)}",
     ),
@@ -183,10 +183,12 @@ _KNOWN = (
         since=(5,),
         fixed=None,
         applies=_asks_one_rank_to_load,
-        what="the load by one rank alone has no effect: each rank of a machine stacks all experts"
-        " in main memory",
+        what="loading on one rank has no effect: each rank of a machine stacks all experts in main"
+        " memory",
         issue="transformers#43749, open; seen with 5.0.0",
-        remedy=f"Count the weights once for each rank; or {advice.READ_BY_ONE_RANK.effect}",
+        remedy="Count the weights once for each rank, or set"
+        f" {advice.READ_BY_ONE_RANK.flag(Door.DEEPSPEED)}, which"
+        f" {advice.READ_BY_ONE_RANK.effect}",
     ),
     _KnownVersions(
         package="torch",

@@ -18,7 +18,7 @@ _KINDS = {"GPU-": "a card's UUID", "MIG-": "a MIG slice"}
 def cards(facts: Facts) -> CheckLine:
     """Judge which cards a process will see, and whether the driver can read them."""
     if facts.driver_trouble:
-        remedy = "Repair the driver: `nvidia-smi` has to work first"
+        remedy = "Repair the driver: `nvidia-smi` must work first"
         return CheckLine("cards", "", (_silent("the cards", facts.driver_trouble, remedy),))
     if not facts.cards:
         return CheckLine("cards", facts.no_cards or "none")

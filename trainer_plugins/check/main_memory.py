@@ -14,7 +14,7 @@ _NO_SPILL = (
     "Set 'CUDA - Sysmem Fallback Policy' to 'Prefer No Sysmem Fallback' in NVIDIA's control panel"
 )
 # microsoft/WSL#11050: under WSL that policy has no effect
-_NO_SPILL_IN_WSL = f"{advice.HEADROOM.flag(Door.CODE)} makes an OOM of it"
+_NO_SPILL_IN_WSL = f"{advice.HEADROOM.flag(Door.CODE)} raises an OOM instead"
 _SMALL_LOCK_BYTES = 64 * MIB  # `ulimit -l` is usually 64 KiB to 8 MiB, by distribution
 
 
@@ -47,8 +47,8 @@ def judge_shared(facts: Facts) -> CheckLine | None:
     finding = Finding(
         code="shared-memory-small",
         severity=severity_of(need, free),
-        summary=f"dataloader workers need {size(need)} of /dev/shm, and {size(free)} is free: they"
-        " die with a bus error",
+        summary=f"dataloader workers need {size(need)} of /dev/shm, but {size(free)} is free: they"
+        " would die with a bus error",
         evidence=f"{ranks} rank(s) x {workers} workers x {prefetch} batches of {size(batch)}",
         remedy=f"{larger}, or {advice.FEWER_WORKERS.flag(Door.TRAINER, workers=0)}",
         amount=float(need),
@@ -63,7 +63,7 @@ def judge_locked_memory(facts: Facts) -> CheckLine | None:
         return None
     finding = Finding.warning(
         code="memlock-small",
-        summary=f"a process may lock {size(limit)} of main memory, and {who} needs more",
+        summary=f"a process may lock {size(limit)} of main memory, but {who} needs more",
         evidence=f"ulimit -l is {limit // 1024} KiB",
         remedy=advice.LOCK_MORE_MEMORY.flag(Door.SHELL),
         data={"limit_bytes": limit},
@@ -81,7 +81,7 @@ def swap(facts: Facts) -> CheckLine | None:
         return CheckLine("swap", seen)
     finding = Finding.warning(
         code="swap-in-use",
-        summary=f"this run offloads {', '.join(places)}, but main memory is swapped out already",
+        summary=f"this run offloads {', '.join(places)}, but main memory already swaps",
         evidence=f"{seen}; {size(main.reading.free_bytes)} of main memory free",
         remedy="End other processes that use main memory, or offload less",
         data={
@@ -103,7 +103,7 @@ def wsl(facts: Facts) -> CheckLine | None:
     finding = Finding(
         code="windows-limits",
         severity=Severity.WARNING if pins or _offload(facts) else Severity.INFO,
-        summary="Windows moves memory of a full card to main memory: very slow; WSL can pin little",
+        summary="Windows spills a full card into main memory, very slowly; WSL can pin little",
         evidence=f"{'WSL' if machine.is_wsl else 'Windows'} (microsoft/WSL#11050, unsloth#338)",
         remedy=f"{_NO_SPILL_IN_WSL if machine.is_wsl else _NO_SPILL};"
         f" {advice.NO_PINNED_BATCHES.flag(Door.TRAINER)}",

@@ -33,11 +33,11 @@ def copies(facts: Facts) -> CheckLine | None:
     found = [
         Finding.warning(
             code="second-copy",
-            summary=f"a second model takes {size(other.num_bytes)} of the device: {other.name}",
-            evidence=f"it shares nothing with the model in training; held by {other.holder}",
+            summary=f"a second model holds {size(other.num_bytes)} of the device: {other.name}",
+            evidence=f"it shares no weights with the model in training; held by {other.holder}",
             remedy="If it is a reference model of TRL: train adapters (peft_config), or"
-            f" {advice.PRECOMPUTED_REFERENCE.arguments}. An average (EMA) can stay on the CPU. Else"
-            " delete it",
+            f" {advice.PRECOMPUTED_REFERENCE.arguments}. Keep an average (EMA) on the CPU."
+            " Otherwise delete it",
             amount=float(other.num_bytes),
         )
         for other in model.others
@@ -59,7 +59,7 @@ def frozen(facts: Facts) -> CheckLine | None:
     finding = Finding(
         code="frozen-fp32",
         severity=Severity.WARNING if is_mixed else Severity.INFO,
-        summary=f"frozen weights are kept in float32: {size(wide / 2)} more than in bfloat16",
+        summary=f"frozen weights stay in float32: {size(wide / 2)} more than in bfloat16",
         evidence=f"{seen}; nothing updates them, and"
         f" {'matrix products run with 16 bits' if is_mixed else 'training runs in float32'}",
         remedy=f"Load the base with {advice.HALF_PRECISION_WEIGHTS.flag(Door.CODE)}",
@@ -90,9 +90,9 @@ def checkpoints(facts: Facts) -> CheckLine | None:
         finding = Finding.warning(
             code="checkpointing-not-live",
             summary="gradient checkpointing is requested, but all activations are kept",
-            evidence="no module of the model has it switched on",
-            remedy=f"Leave it to the Trainer ({advice.CHECKPOINTING.flag(Door.TRAINER)}), and do"
-            " not switch it off afterwards",
+            evidence="no module of the model has it enabled",
+            remedy=f"Let the Trainer enable it ({advice.CHECKPOINTING.flag(Door.TRAINER)}), and do"
+            " not disable it afterwards",
         )
     elif model.is_cut_off:
         finding = Finding.error(
@@ -130,7 +130,7 @@ def attention(facts: Facts) -> CheckLine | None:
         change = f"{advice.SDPA_ATTENTION.flag(Door.CODE)}, or {change}"
     finding = Finding.warning(
         code="attention-stores-scores",
-        summary=f"{model.attention} attention stores all scores: {size(scores)} a layer",
+        summary=f"{model.attention} attention stores all scores: {size(scores)} per layer",
         evidence=f"{rows} row(s) x {model.shape.num_heads} heads x {longest:,} x"
         f" {longest:,} tokens, {percent(part)} of the device{why}",
         remedy=change,
@@ -156,8 +156,8 @@ def cache(facts: Facts) -> CheckLine | None:
         return CheckLine("KV cache", f"{size(need)} in training" if model.uses_cache else "off")
     finding = Finding.warning(
         code="kv-cache-in-training",
-        summary="each training forward returns a cache of keys and values that nothing reads",
-        evidence=f"its config switches the cache on: {size(need)} for the longest rows",
+        summary="each forward pass in training returns a KV cache that nothing reads",
+        evidence=f"its config enables the cache: {size(need)} for the longest rows",
         remedy=advice.NO_CACHE_IN_TRAINING.flag(Door.CODE),
         data={"cache_bytes": need},
     )
@@ -211,7 +211,7 @@ def states(facts: Facts) -> CheckLine | None:
         return CheckLine("optimizer", seen, tuple(_find_strays(model)))
     finding = Finding.error(
         code="states-too-large",
-        summary=f"gradients and optimizer states take {size(need)}, and {size(free)} is free: the"
+        summary=f"gradients and optimizer states need {size(need)}, but {size(free)} is free: the"
         " first step fails at any batch size",
         evidence=f"{size(trainable)} of trainable weights x {1 + times:.0f}, {model.optimizer}",
         remedy=f"Train adapters, {advice.EIGHT_BIT_ADAMW.flag(Door.TRAINER)}, or several cards with"
@@ -237,7 +237,7 @@ def gradients(facts: Facts) -> CheckLine | None:
     finding = Finding(
         code="fsdp-whole-gradients",
         severity=severity_of(need, free),
-        summary=f"gradients are {seen}: {size(need)} on each card, and {size(free)} is free",
+        summary=f"gradients are {seen}: {size(need)} on each card, but {size(free)} is free",
         evidence=f"{facts.run.values['gradient_accumulation_steps']} micro-batches a step, which"
         " accelerate accumulates under FSDP's no_sync",
         remedy=f"{change.flag(Door.TRAINER)}: {change.price}",
@@ -299,13 +299,13 @@ def _unfit(facts: Facts, model: ModelFacts) -> Iterator[Finding]:
             code="weights-missing",
             summary=f"{size(empty)} of parameters have no values: they are on the meta device",
             evidence=f"parameters on {', '.join(model.homes)}",
-            remedy="Load the checkpoint into the model before the Trainer is made",
+            remedy="Load the checkpoint into the model before you build the Trainer",
         )
     elif len(model.homes) > 1:
         homes = model.homes.items()
         yield Finding.warning(
             code="mixed-devices",
-            summary="the parameters of the model are on devices of different kinds",
+            summary="the parameters of the model are on devices of different types",
             evidence=", ".join(f"{size(num_bytes)} on {home}" for home, num_bytes in homes),
             remedy="Load it without device_map, which leaves some weights on the CPU",
         )

@@ -18,9 +18,9 @@ def card(facts: Facts) -> CheckLine | None:
         finding = Finding(
             code="plan-not-made",
             severity=Severity.INFO,
-            summary="the memory that the run needs could not be predicted",
+            summary="the memory need of this run could not be predicted",
             evidence=facts.no_plan,
-            remedy="Try `trainer-plugins plan` with other flags; everything else was checked",
+            remedy="Try `trainer-plugins plan` with other flags; all other checks ran",
         )
         return CheckLine("the card", "", (finding,)) if facts.no_plan else None
     found = (_room(plan, facts), _adapters(plan), _suggest_streaming(plan, facts.streamed_plan))
@@ -32,7 +32,7 @@ def main_memory(facts: Facts) -> CheckLine | None:
     plan = facts.plan
     if plan is None:
         return None
-    seen = f"{size(plan.host_bytes_per_node)} a machine"
+    seen = f"{size(plan.host_bytes_per_node)} per node"
     if plan.host_shortage is None:
         return CheckLine("main memory", seen)
     finding = Finding.error(
@@ -71,7 +71,7 @@ def _room(plan: MemoryPlan, facts: Facts) -> Finding | None:
     if free is not None and plan.needed_bytes > free:
         return Finding.error(
             code="card-too-full",
-            summary=f"the run needs {size(plan.needed_bytes)}, and {size(free)} is free now",
+            summary=f"the run needs {size(plan.needed_bytes)}, but {size(free)} is free now",
             evidence=f"predicted for {plan.moment}; other processes hold the rest",
             remedy=f"Stop other processes, or {advice.OTHER_CARD.flag(Door.ENVIRONMENT)}",
             amount=amount,
@@ -81,7 +81,7 @@ def _room(plan: MemoryPlan, facts: Facts) -> Finding | None:
         return None
     return Finding.warning(
         code="plan-is-tight",
-        summary=f"the run fits with {size(plan.margin_bytes)} to spare: {_numbers(plan)}",
+        summary=f"the run fits with only {size(plan.margin_bytes)} to spare: {_numbers(plan)}",
         evidence=plan.known_error or "a prediction",
         remedy=f"Use {facts.fewer_rows}, or {advice.SURVIVE.flag(Door.CODE)}",
         amount=amount,
@@ -114,7 +114,7 @@ def _suggest_streaming(plan: MemoryPlan, streamed: MemoryPlan | None) -> Finding
         code="streaming-would-fit",
         severity=Severity.INFO,
         summary=f"with its frozen base streamed, the run fits: {_numbers(streamed)}",
-        evidence=f"{size(base.num_bytes)} wait in main memory, {base.resident_layers} of"
+        evidence=f"{size(base.num_bytes)} stay in main memory, {base.resident_layers} of"
         f" {base.num_layers} layers are on the card; "
         + describe_least_seconds(base.copy_seconds_per_step),
         remedy=f"Add the callback StreamBase ({advice.STREAM_BASE.flag(Door.TRAINER)}){several}",

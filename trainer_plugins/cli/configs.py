@@ -84,7 +84,7 @@ def path_of(name: Name) -> None:
 def copy_to(
     name: Name,
     folder: Annotated[
-        Path, typer.Argument(metavar="[DIR]", help="The target folder (default: this one).")
+        Path, typer.Argument(metavar="[DIR]", help="The target folder (default: the current one).")
     ] = Path(),
     overrides: Annotated[
         list[str] | None,
@@ -109,7 +109,7 @@ def check(
     ] = None,
     params: Annotated[
         float | None,
-        typer.Option(min=1, help="Parameters of the model, as in 7e9: judges main memory."),
+        typer.Option(min=1, help="Number of model parameters, as in 7e9; also checks main memory."),
     ] = None,
     num_gpus: Annotated[
         int | None,
@@ -117,7 +117,7 @@ def check(
     ] = None,
     host_memory: Annotated[
         str | None,
-        typer.Option(help="Main memory, as in 128GiB (default: of this machine)."),
+        typer.Option(help="Main memory, as in 128GiB (default: from this machine)."),
     ] = None,
     pinned_memory: Annotated[str | None, typer.Option(help=PINNED_MEMORY_HELP)] = None,
     as_json: AsJson = False,
@@ -162,7 +162,7 @@ def check(
 def build(
     needed_by: Annotated[
         list[str],
-        typer.Argument(metavar="FILE...", help="Launch files, or extensions as in cpu_adam."),
+        typer.Argument(metavar="FILE...", help="Launch files, or extensions such as cpu_adam."),
     ],
 ) -> None:
     """Build the extensions that DeepSpeed would compile at the start, once on each node.
@@ -178,7 +178,7 @@ def build(
             found = find_needed_by(read_document(Path(each))) if is_file else (each,)
             names += found
             if not found:
-                print(f"{each} needs no extension of DeepSpeed")
+                print(f"{each} needs no DeepSpeed extension")
         try:
             for name in names:
                 print(f"{printable(name)} is built, in {build_extension(name):.0f} s")

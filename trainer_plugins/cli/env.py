@@ -32,7 +32,7 @@ def env(
     vllm: Vllm = False,
     info: Annotated[
         bool,
-        typer.Option("--info", help="Print what a bug report needs: versions, cards, settings."),
+        typer.Option("--info", help="Print versions, cards and settings for a bug report."),
     ] = False,
 ) -> None:
     """Print what to export before a launch on this machine: eval "$(trainer-plugins env)".
@@ -67,7 +67,7 @@ def _print_info(as_json: bool) -> None:
         print(json.dumps(facts, indent=2))
         return
     for group, lines in facts.items():
-        print(f"{group}:{'' if lines else ' the default of torch, no variable is set'}")
+        print(f"{group}:{'' if lines else ' torch defaults, no variable is set'}")
         for name, text in lines.items():
             print(f"  {name}: {printable(text)}")
 

@@ -51,15 +51,15 @@ class ExecCommand(CommandInFront):
 class FitOptions:
     """Holds the cards for `--fit`, and the changes it may make."""
 
-    gpu: str | None = option("", "With --fit: the card (default: the fullest visible).")
-    num_gpus: int | None = option("", "With --fit: how many cards (default: all visible).")
+    gpu: str | None = option("", "With --fit: the GPU (default: the visible one with least free).")
+    num_gpus: int | None = option("", "With --fit: the number of GPUs (default: all visible).")
     may: list[str] | None = option(
         "",
-        "With --fit: what may change besides: precision (bf16), optim (8-bit states), peft (LoRA"
+        "With --fit: what else may change: precision (bf16), optim (8-bit states), peft (LoRA"
         " instead of all weights), length (half of TRL's max_length).",
     )
     allow_writes: list[Path] | None = option(
-        "", "With --fit: let its plans write in this folder for real."
+        "", "With --fit: let its plans really write to this folder."
     )
     allow_network: bool = option(
         "", "With --fit: let its plans connect to other hosts.", default=False
@@ -76,13 +76,14 @@ def exec_(
         bool,
         typer.Option(
             "--fit",
-            help="Plan first, on cards that compute nothing; change how rows are divided and what"
-            " is kept, so that it fits with the same result; then train under the preset survive.",
+            help="Plan first, on cards that compute nothing. Change batch splitting and"
+            " checkpointing until the run fits with the same result; then train under the"
+            " preset survive.",
         ),
     ] = False,
     fit_ask: Annotated[
         bool,
-        typer.Option(_ASK, help="Or --fit=ask: say what --fit would do, and stop; run nothing."),
+        typer.Option(_ASK, help="Or --fit=ask: print the changes --fit would make, then exit."),
     ] = False,
     how: FitOptions,
     command: Annotated[
@@ -114,7 +115,7 @@ def exec_(
     if fit or fit_ask:
         given = {"preset": "survive", **given}
     elif how != FitOptions():
-        ExecCommand.refuse(f"{', '.join(_OF_FIT[:-1])} and {_OF_FIT[-1]} are for --fit")
+        ExecCommand.refuse(f"{', '.join(_OF_FIT[:-1])} and {_OF_FIT[-1]} need --fit")
     settings = _settings(given, with_vllm=vllm or _asks_for_vllm(words))
     if fit or fit_ask:
         answer = sys.stdout if fit_ask else sys.stderr
@@ -142,8 +143,8 @@ def _fit(
         return fit(words, given, settings, how, answer, anyway)
     except NothingFits as error:
         ExecCommand.refuse(
-            f"--fit: {error}; nothing was started. To train anyway, and divide what runs out of"
-            " memory, add --preset survive",
+            f"--fit: {error}; nothing was started. To train anyway, and split micro-batches"
+            " that run out of memory, add --preset survive",
             _DOES_NOT_FIT,
         )
     except PlanError as error:

@@ -82,14 +82,14 @@ def fit(
         variations = Variations(asked, partial(print, file=sys.stderr, flush=True))
         if variations.fits:
             spare = size(variations.plan.margin_bytes or 0)
-            say(f"it fits as it is, {spare} to spare")
+            say(f"the run fits as it is, with {spare} to spare")
             return {}, {}
         found, failed = variations.first_that_fits(may)
     if found is None:
-        why = f"nothing fits that keeps the result: {'; '.join(failed)}"
+        why = f"nothing that keeps the result fits: {'; '.join(failed)}"
         if not anyway:
             raise NothingFits(why)
-        say(printable(f"{why}; it trains under the preset {given['preset']}"))
+        say(printable(f"{why}; training starts under the preset {given['preset']}"))
         return {}, {}
     options: dict[str, object] = {}
     if found.rows_at_once:
@@ -105,14 +105,14 @@ def fit(
 def _lines_of(proposal: Proposal, options: Mapping[str, Any]) -> Iterator[str]:
     """Describe the changes and their price, and the command that applies them without a plan."""
     words = f"{', '.join(proposal.changes)}: {size(proposal.margin_bytes)} to spare"
-    yield f"{words}. Price: {proposal.price}"
+    yield f"{words}. Cost: {proposal.price}"
     typed = f"exec --preset {options['preset']}"
     if "rows_at_once" in options:
         typed += f" --memory-rows-at-once {options['rows_at_once']}"
     if "vouch_for_loss" in options:
         typed += " --memory-vouch-for-loss"
     typed = f"{typed} -- COMMAND {proposal.flags}".rstrip()
-    yield f"without a plan, type: trainer-plugins {typed}"
+    yield f"to skip the plan next time: trainer-plugins {typed}"
 
 
 def _choose_cards(gpu: str | None, num_gpus: int | None) -> tuple[Card, int]:

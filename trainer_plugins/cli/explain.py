@@ -30,7 +30,7 @@ def explain(
         list[str] | None,
         typer.Argument(
             metavar="PATH",
-            help="A run's output_dir, a log, or a memory snapshot of torch; two snapshots are"
+            help="A run's output_dir, a log, or a torch memory snapshot; two snapshots are"
             " compared (default: standard input, as with -).",
         ),
     ] = None,
@@ -41,13 +41,13 @@ def explain(
     ] = None,
     verbose: Annotated[
         bool,
-        typer.Option("--verbose", help="Print all evidence, causes, remedies and what is unknown."),
+        typer.Option("--verbose", help="Print all evidence, causes, remedies and unknowns."),
     ] = False,
     predicts: Annotated[
         bool,
         typer.Option(
             "--predict/--no-predict",
-            help="Predict the effect of each remedy on a recorded run, in seconds to a minute.",
+            help="Predict the effect of each remedy on a recorded run (takes up to a minute).",
         ),
     ] = True,
 ) -> None:
@@ -59,7 +59,7 @@ def explain(
     """
     if not paths and sys.stdin.isatty():
         raise typer.BadParameter(
-            "give a log, the output_dir of a run or a snapshot, or pipe a log in"
+            "name a log, the output_dir of a run or a snapshot, or pipe in a log"
         )
     paths = paths or ["-"]
     with bad_parameters(paths[0]):
@@ -104,8 +104,8 @@ def _explain_snapshots(paths: list[str], html: Path | None) -> Explanation:
 
     if html is not None and (len(paths) > 2 or not all(_is_pickle(Path(each)) for each in paths)):
         raise ValueError(
-            "--html draws one memory snapshot, or two side by side; for the folder of a run there"
-            " is trainer-plugins report RUN_DIR --html FILE"
+            "--html draws one memory snapshot, or two side by side; for a run folder use"
+            " trainer-plugins report RUN_DIR --html FILE"
         )
     if len(paths) > 2:
         raise ValueError("explain takes one path, or two memory snapshots to compare")
@@ -123,7 +123,7 @@ def _explain_snapshots(paths: list[str], html: Path | None) -> Explanation:
 
 def _print(answer: Explanation, is_snapshot: bool, verbose: bool) -> None:
     if not answer.causes:
-        heading, facts = "no out-of-memory error was found in it", [*answer.facts]
+        heading, facts = "no out-of-memory error found in it", [*answer.facts]
         if is_snapshot and facts:
             heading = facts.pop(0)
         lines = (Text(printable(line), "dim") for line in (*facts, *answer.unknown))
@@ -132,30 +132,27 @@ def _print(answer: Explanation, is_snapshot: bool, verbose: bool) -> None:
     if not verbose:
         briefly = []
         for label, text in answer.brief():
-            style = "bold green" if label == "Do" else ""
-            indent = 7 if text.startswith("  ") else 5
-            said = Text(printable(text.strip()), style)
-            briefly.append(Indented(said, indent, Text(label, "bold")))
+            style = "bold green" if label == "Try" else ""
+            said = Text(printable(text), style)
+            briefly.append(Indented(said, 7, Text(label, "bold")))
         show(Group(*briefly))
         return
     first, *others = answer.causes
     summary = Text(printable(first.summary)).append(f"  [{first.grade}: {first.code}]", "dim")
-    parts = [Indented(summary, 5, Text("Why"))]
-    parts += [Indented(Text(printable(line)), 5) for line in first.evidence]
-    parts += [Indented(Text(printable(fact), "dim"), 5) for fact in answer.facts]
+    parts = [Indented(summary, 7, Text("Cause", "bold"))]
+    parts += [Indented(Text(printable(line)), 7) for line in first.evidence]
+    parts += [Indented(Text(printable(fact), "dim"), 7) for fact in answer.facts]
     if first.doubt:
-        parts.append(Indented(Text(f"Not known: {printable(first.doubt)}.", "yellow"), 5))
+        parts.append(Indented(Text(f"Not known: {printable(first.doubt)}.", "yellow"), 7))
     for cause in others:
         words = f"Also possible ({cause.code}): {printable(cause.summary)}"
-        parts.append(Indented(Text(words), 5))
+        parts.append(Indented(Text(words), 7))
     for number, remedy in enumerate(answer.remedies):
-        do = Text("Do" if number == 0 else "", "bold")
-        parts.append(Indented(Text(printable(remedy.do), "bold green"), 5, do))
-        when = "Do this first: " if number == 0 else ""
-        if remedy.cause != first.code:
-            when = f"If it is {remedy.cause}: "
-        effect = f"{when}{remedy.words} ({GRADES[remedy.grade]})"
-        parts.append(Indented(Text(printable(effect)), 7))
+        begin = Text({0: "Try", 1: "Or"}.get(number, ""), "bold")
+        parts.append(Indented(Text(printable(remedy.do), "bold green"), 7, begin))
+        when = f"If the cause is {remedy.cause}: " if remedy.cause != first.code else ""
+        effect = f"{when}{' '.join(remedy.words.splitlines())} ({GRADES[remedy.grade]})"
+        parts.append(Indented(Text(printable(effect)), 9))
     for line in answer.unknown:
         parts.append(Indented(Text(printable(line), "dim"), 9, Text("Unknown:", "dim")))
     show(Group(*parts))

@@ -54,22 +54,22 @@ class AnswerOptions:
 
     search: bool = option(
         MOST_USED,
-        "Find the largest micro-batch that fits, at the same effective batch.",
+        "Find the largest micro-batch that fits, at the same effective batch size.",
         default=False,
     )
     verbose: bool = option(
         MOST_USED,
-        "Print everything: figures, tensors, assumptions and changes, or what is well.",
+        "Print everything: figures, tensors, assumptions and changes.",
         default=False,
     )
     html: Path | None = option(MOST_USED, "Write an HTML page of the plan to this file.")
     search_lengths: str | None = option(
         _OTHER,
-        "With --search and --model: row lengths to try, with commas (default: --seq-length).",
+        "With --search and --model: row lengths to try, as in 1024,2048 (default: --seq-length).",
     )
     explain_change: list[str] | None = option(
         _OTHER,
-        "Predict what a switch saves: a name, several joined by +, or all. Repeatable.",
+        "Predict the saving of a change: a name, several joined by +, or all. Repeatable.",
         metavar="SWITCH",
     )
     calibrate: Path | None = option(
@@ -103,7 +103,7 @@ def plan(
         _refuse_contradictions(answer)
         command = command_in(context.args)
         if dry.dry_env and not command and run.model is None:
-            print(f"torch's build for CUDA is in {fetch(tell)}")
+            print(f"torch's CUDA build is in {fetch(tell)}")
             return
         # With --model, a stray word that is not a program is a typo.
         is_command = bool(command) and (run.model is None or bool(shutil.which(command[0])))
@@ -122,13 +122,13 @@ def _refuse_contradictions(answer: AnswerOptions) -> None:
     """Refuse mutually exclusive options, and paths that cannot be written or read."""
     html = answer.html
     if answer.search and answer.explain_change:
-        raise PlanError("--search and --explain-change ask for different tables: give one")
+        raise PlanError("--search and --explain-change print different tables: choose one")
     if answer.search_lengths is not None and not answer.search:
-        raise PlanError("--search-lengths belongs to --search")
+        raise PlanError("--search-lengths needs --search")
     if (answer.search or answer.explain_change) and (html or answer.calibrate):
-        raise PlanError("--html and --calibrate are for one plan, not for a table of many")
+        raise PlanError("--html and --calibrate need a single plan, not a table of many")
     if html is not None and (html.is_dir() or not html.absolute().parent.is_dir()):
-        raise PlanError(f"--html: {html} must be a file in a folder that exists")
+        raise PlanError(f"--html: {html} must be a file in an existing folder")
     if answer.calibrate is not None:
         timelines_of(answer.calibrate)
 

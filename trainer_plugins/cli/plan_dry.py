@@ -23,7 +23,7 @@ from trainer_plugins.plug_in.flags import assign_variables
 if TYPE_CHECKING:
     from trainer_plugins.cli.plan import AnswerOptions
 
-_DRY_RUN = "The dry run, on cards that compute nothing"
+_DRY_RUN = "Dry run, on cards that compute nothing"
 _LARGEST_LORA_RANK = 1 << 20
 _QUANTISES = [each.name for each in fields(RunOptions) if each.name.startswith(("load_in", "bnb"))]
 """Options that are fields of a BitsAndBytesConfig, under their own names."""
@@ -36,20 +36,20 @@ class DryOptions:
     steps: int | None = option(_DRY_RUN, "Optimizer steps to run (default: 2, for --model 3).")
     alone: bool = option(
         _DRY_RUN,
-        "Run rank 0 only; the ranks that are not there are taken to be like it.",
+        "Run rank 0 only, and assume that every other rank behaves like it.",
         default=False,
     )
     snapshot: Path | None = option(
-        _DRY_RUN, "Keep the allocator's snapshot here: trainer-plugins explain reads it."
+        _DRY_RUN, "Keep the allocator's snapshot in this file, for trainer-plugins explain."
     )
     allow_writes: list[Path] | None = option(
         _DRY_RUN,
-        "Let the command write, rename and delete in this folder for real; may be repeated.",
+        "Let the command really write, rename and delete in this folder. Repeatable.",
     )
     allow_network: bool = option(_DRY_RUN, "Let the command connect to other hosts.", default=False)
     dry_env: bool = option(
         _DRY_RUN,
-        "Fetch torch's build for CUDA into the cache if the installed one is for CPUs.",
+        "If the installed torch is a CPU build, download its CUDA build into the cache.",
         default=False,
     )
 
@@ -70,19 +70,19 @@ def variations_of_model(
     for flag, file in pairwise((*words, "FILE")):
         if flag == "--config":
             raise PlanError(
-                "--config names a file of another program, which has to be installed: plan that"
+                "--config names a file of another program, which must be installed: plan that"
                 f" program, as in -- axolotl train {file}, or -- llamafactory-cli train {file}"
             )
     if run.model is None:
         raise PlanError(
-            "name the model: --model with a config.json, its folder, or org/name; or give a"
+            "name a model: --model with a config.json, its folder, or org/name; or give a"
             " command after --"
         )
     run = complete(run, flags)
     if answer.calibrate is not None:  # otherwise it would use the context measured earlier
         run = replace(run, calibration=False)
     if answer.search and run.gpu is None:
-        raise PlanError("--search needs a card that the run has to fit on: name one with --gpu")
+        raise PlanError("--search needs a card for the run to fit on: name one with --gpu")
     _prepare(options)
     found = []
     lengths: list[int | None] = [*_lengths_in(answer.search_lengths)]
@@ -124,7 +124,7 @@ def variations_of(
 def _prepare(options: DryOptions) -> None:
     """Check that a snapshot can be kept, and fetch torch if asked."""
     if options.snapshot is not None and not options.snapshot.absolute().parent.is_dir():
-        raise PlanError(f"--snapshot: {options.snapshot} must be a file in a folder that exists")
+        raise PlanError(f"--snapshot: {options.snapshot} must be a file in an existing folder")
     if options.dry_env:
         fetch(tell)
 
@@ -145,7 +145,7 @@ def _refuse_said_twice(run: RunOptions) -> None:
         if each.name not in _OF_A_MACHINE and getattr(run, each.name) != each.default
     ]
     if given:
-        raise PlanError(f"{', '.join(given)}: a command after -- says this itself")
+        raise PlanError(f"{', '.join(given)}: a command after -- sets this itself")
 
 
 def complete(run: RunOptions, flags: Sequence[str]) -> RunOptions:
@@ -163,7 +163,7 @@ def _vllm_flags(trainer: str | None, share: float | None) -> tuple[str, ...]:
     if share is None:
         return ()
     if trainer not in ("grpo", "rloo", "gmpo"):
-        raise PlanError("--vllm-utilization is for --trainer grpo, rloo or gmpo")
+        raise PlanError("--vllm-utilization needs --trainer grpo, rloo or gmpo")
     if not 0 < share < 1:
         raise PlanError(f"--vllm-utilization is a share of the card below 1, got {share}")
     utilization = SMALLER_ENGINE_SHARE.flag(Door.TRL, share=share).split()
@@ -174,7 +174,7 @@ def _adapter(options: RunOptions) -> dict[str, object] | None:
     rank, target = options.lora_r, options.lora_target
     if options.peft_config is not None:
         if rank is not None:
-            raise PlanError("--lora-r and --peft-config both say which adapter to train: give one")
+            raise PlanError("--lora-r and --peft-config both name an adapter to train: choose one")
         return _read_adapter(options.peft_config)
     if rank is None:
         return None
@@ -204,7 +204,5 @@ def _lengths_in(text: str | None) -> list[int]:
     except ValueError:
         found = []
     if not found or min(found) < 1:
-        raise PlanError(
-            f"--search-lengths needs numbers of tokens with commas, as in 1024,2048, got {text!r}"
-        )
+        raise PlanError(f"--search-lengths needs numbers of tokens, as in 1024,2048, got {text!r}")
     return sorted(dict.fromkeys(found))

@@ -34,8 +34,8 @@ def report(
         bool,
         typer.Option(
             "--predict/--no-predict",
-            help="With --html: predict the effect of each remedy against an OOM, in seconds to a"
-            " minute.",
+            help="With --html: predict the effect of each remedy for an OOM (takes up to a"
+            " minute).",
         ),
     ] = True,
 ) -> None:
@@ -61,7 +61,7 @@ def report(
             page = run_page(history, run_dir, ending, planned, predicts)
             html.write_text(page, encoding="utf-8")
     elif plan is not None:
-        raise typer.BadParameter("--plan is drawn on a page: give --html too")
+        raise typer.BadParameter("--plan is drawn on a page: add --html")
     history = add_last_readings(history, run_dir)
     if as_json:
         print_json("report", summary(history, ending))

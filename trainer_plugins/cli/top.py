@@ -27,11 +27,9 @@ app = typer.Typer(add_completion=False)
 @app.command(cls=Command)
 def top(
     run_dir: RunDir,
-    once: Annotated[bool, typer.Option("--once", help="Print it once and exit.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print once and exit.")] = False,
     as_json: AsJson = False,
-    every: Annotated[
-        float, typer.Option(metavar="SECONDS", help="Seconds between two looks.")
-    ] = 1.0,
+    every: Annotated[float, typer.Option(metavar="SECONDS", help="Seconds between updates.")] = 1.0,
 ) -> None:
     """Show the state of each rank of the last run in a folder, until Ctrl-C.
 
@@ -42,12 +40,12 @@ def top(
     Exit codes: 0 shown; 2 nothing to read, or bad input.
     """
     if as_json and not once:
-        raise typer.BadParameter("--json prints one answer: give --once too")
+        raise typer.BadParameter("--json prints a single answer: add --once")
     if not _SHORTEST_SECONDS <= every <= _LONGEST_SECONDS:
         span = f"{_SHORTEST_SECONDS} to {_LONGEST_SECONDS} seconds"
         raise typer.BadParameter(f"--every is {span}, got {every}")
     if not once and not sys.stdout.isatty():
-        raise typer.BadParameter("standard output is no terminal to draw in: give --once")
+        raise typer.BadParameter("standard output is not a terminal: add --once")
     if run_dir.exists() and not run_dir.is_dir():
         raise typer.BadParameter(f"{run_dir}: not a folder")
     with bad_parameters(run_dir):
@@ -60,7 +58,7 @@ def top(
 def _show_once(follower: Follower, *, as_json: bool) -> None:
     run = follower.look()
     if not run:
-        wanted = "give the output_dir of a run that has MemoryWatchdog, once it has begun"
+        wanted = "name the output_dir of a run that has MemoryWatchdog, after it has started"
         raise typer.BadParameter(f"{_nothing_yet(follower)}: {wanted}")
     page = _page(follower, run)
     if as_json:
@@ -74,7 +72,7 @@ def _show_live(follower: Follower, every_seconds: float) -> None:
     with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
         while True:
             run = follower.look()
-            waits = Text(printable(f"{_nothing_yet(follower)}: waiting for the run to begin"))
+            waits = Text(printable(f"{_nothing_yet(follower)}: waiting for the run to start"))
             live.update(_page(follower, run) if run else waits, refresh=True)
             sleep(every_seconds)
 

@@ -11,7 +11,7 @@ import typer
 from trainer_plugins.plug_in.flags import EXIT_USAGE
 from trainer_plugins.printable import printable
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Vllm = Annotated[bool, typer.Option("--vllm", help="vLLM will run inside the training process.")]
 RunDir = Annotated[Path, typer.Argument(help="The output_dir of a run with MemoryWatchdog.")]
 

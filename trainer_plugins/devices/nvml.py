@@ -87,7 +87,7 @@ _EXPLANATIONS: Mapping[NvmlErrorKind, Mapping[str, str]] = {
     },
     NvmlErrorKind.NO_PERMISSION: {
         "NO_PERMISSION": _NOT_TOLD
-        + "this user may not know it; run as a user who can open /dev/nvidia*",
+        + "this user may not read it; run as a user who can open /dev/nvidia*",
         "OPERATING_SYSTEM": _NOT_TOLD
         + "the system or the container forbids it; allow access to /dev/nvidia*",
     },

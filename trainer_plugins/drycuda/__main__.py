@@ -32,12 +32,16 @@ def main(arguments: list[str]) -> int:
         " [--allow-network] (SCRIPT | -m MODULE | -- COMMAND) ...",
         description="Run a command on CUDA cards that compute nothing.",
     )
-    parser.add_argument("--gpu", default="h100-80gb", help="a card by name, or its size")
-    parser.add_argument("--num-gpus", type=int, default=1, help="how many cards there are")
+    parser.add_argument("--gpu", default="h100-80gb", help="a GPU name, or its memory size")
+    parser.add_argument("--num-gpus", type=int, default=1, help="number of GPUs")
     parser.add_argument("--alone", action="store_true", help="run rank 0 only")
-    parser.add_argument("--numbers", action="store_true", help="compute every operator")
+    parser.add_argument("--numbers", action="store_true", help="compute every operator on the CPU")
     parser.add_argument(
-        "--allow-writes", action="append", type=Path, default=[], help="let it change this for real"
+        "--allow-writes",
+        action="append",
+        type=Path,
+        default=[],
+        help="let it really change this path",
     )
     parser.add_argument("--allow-network", action="store_true", help="let it reach other hosts")
     parser.add_argument("-m", nargs=argparse.REMAINDER, dest="module", help="run a module")

@@ -127,13 +127,13 @@ def _wait(
             held = _own_bytes(started)
             if held > most_bytes:
                 raise PlanError(
-                    f"the prediction was stopped at {size(held)} of main memory, of which it needs"
-                    " 1 to 3 GiB: what it makes has no end, or too many layers"
+                    f"the prediction was stopped at {size(held)} of main memory (it usually"
+                    " needs 1 to 3 GiB): the model is endless, or has too many layers"
                 )
             if any(map(_is_without_the_card, _family(started))):
                 raise PlanError(
-                    "the command starts a Python with torch in an environment of its own (by"
-                    " sudo, env -i or the like): it would not be on the dry card there"
+                    "the command starts a Python with torch in another environment (through"
+                    " sudo, env -i or similar), which would not use the dry card"
                 )
         raise _late(timeout_seconds)
     finally:

@@ -30,9 +30,8 @@ def site_with_cuda() -> Path:
     site, version = _locate()
     if not _is_for_cuda(site):
         raise DryCudaUnavailable(
-            f"the installed torch {version} was built without CUDA:"
-            " `plan --dry-env` fetches the build for CUDA (some 700 MB) and leaves the"
-            " installed one as it is"
+            f"the installed torch {version} was built without CUDA: `plan --dry-env` downloads"
+            " the CUDA build (some 700 MB) and leaves the installed one alone"
         )
     return site
 
@@ -77,7 +76,7 @@ def fetch_package(name: str, tell: Callable[[str], None]) -> bool:
     with lock(site):
         if (site / name).is_dir():
             return False
-        tell(f"dry card: fetching {name} ({_SIZES[name]}, once for all projects) into {site}")
+        tell(f"dry card: downloading {name} ({_SIZES[name]}, once for all projects) into {site}")
         with TemporaryDirectory(dir=site.parent, prefix="fetching-") as folder:
             _pip(Path(folder), name.replace("_", "-"))
             for each in Path(folder).iterdir():
@@ -89,7 +88,7 @@ def fetch_package(name: str, tell: Callable[[str], None]) -> bool:
 def _fetch_torch(version: str, site: Path, tell: Callable[[str], None]) -> None:
     """Install into a temporary folder beside the target, and rename it once it is complete."""
     tell(
-        f"dry card: fetching torch {version} in its build for CUDA (some 700 MB, once for all"
+        f"dry card: downloading the CUDA build of torch {version} (some 700 MB, once for all"
         f" projects) into {site}"
     )
     with TemporaryDirectory(dir=site.parent, prefix="fetching-") as folder:
@@ -100,7 +99,7 @@ def _fetch_torch(version: str, site: Path, tell: Callable[[str], None]) -> None:
             _pip(draft, triton[1].replace(" ", ""))
         if not _is_for_cuda(draft):
             raise DryCudaUnavailable(
-                f"pip found no build for CUDA of torch {version}: set PIP_INDEX_URL to an index"
+                f"pip found no CUDA build of torch {version}: set PIP_INDEX_URL to an index"
                 " that has one"
             )
         shutil.rmtree(site, ignore_errors=True)  # left by an interrupted pip
@@ -149,6 +148,7 @@ def _pip(site: Path, what: str) -> None:
     if done.returncode:
         why = done.stderr.strip().splitlines()[-1:]
         raise DryCudaUnavailable(
-            f"pip could not fetch {what}: {''.join(why)}; where there is a network `plan --dry-env`"
-            " fetches it, and TRAINER_PLUGINS_CACHE names a folder that both see"
+            f"pip could not download {what}: {''.join(why)}; on a machine with a network `plan"
+            " --dry-env` downloads it, and TRAINER_PLUGINS_CACHE names a folder that both"
+            " machines see"
         )

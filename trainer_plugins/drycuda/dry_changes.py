@@ -78,7 +78,7 @@ def turn(run: DryRun, change: Switch) -> DryRun:
     variable, is_one, value = change.flags.partition("=")
     if is_one and variable.isupper():
         return replace(run, environment={**run.environment, variable: value}, snapshot=None)
-    raise PlanError("the command itself says this: change it there")
+    raise PlanError("the command sets this itself: change it there")
 
 
 def possible_changes(

@@ -43,13 +43,13 @@ _DECIDES = re.compile(r"libcuda|libnccl|size|buffer|alloc|MakePlan", re.IGNORECA
 """Functions that may affect memory; others of a computing library do not."""
 
 _MEANS_NOTHING = (
-    "dry run: kernels were counted and not run; losses and metrics mean nothing, tokens are"
-    " generated to the longest, experts get equal shares"
+    "dry run: kernels are counted, not run; losses and metrics are meaningless, generation"
+    " runs to the maximum length, experts get equal shares"
 )
 
 _ONE_RUN = (
-    "one process uses several cards: runs of it free blocks in different orders, and the smallest"
-    " card is that of this run"
+    "one process uses several cards: their blocks are freed in a different order each run,"
+    " and the smallest card is that of this run"
 )
 
 
@@ -93,7 +93,7 @@ def dry_plan(run: DryRun, tell: Callable[[str], None]) -> DryAnswer:
     if not result.died:
         return _answer(result, plan_of(result, run))
     num_bytes, place = result.failed_request
-    tell("planning: it does not fit, running it again on a card without a limit")
+    tell("planning: it does not fit; running it again on a card without a limit")
     result = run_dry(replace(run, card=unlimited, snapshot=None), tell)
     plan = replace(plan_of(result, run), fits=False)
     plan = replace(plan, failed_request_bytes=num_bytes, failed_request=place)
@@ -224,8 +224,8 @@ def _load_in_one_memory(
     if need <= card.capacity_bytes:
         return None
     return (
-        f"the load needs {size(need)} of the one memory, which has {size(card.capacity_bytes)}: the"
-        " model is in main memory and on the card. Load it onto the card (device_map)"
+        f"loading needs {size(need)} of the shared memory, which has {size(card.capacity_bytes)}:"
+        " the model is in main memory and on the card. Load it onto the card (device_map)"
     )
 
 
@@ -233,7 +233,7 @@ def _assumptions(seen: Mapping[str, Any], run: DryRun) -> Iterator[str]:
     world_size, outside = seen["world_size"], max(seen["outside_bytes"])
     yield _MEANS_NOTHING
     if run.alone and world_size > 1:
-        yield f"rank 0 of {world_size} ran alone, the other ranks are taken to be like it"
+        yield f"only rank 0 of {world_size} ran; the other ranks are assumed to behave like it"
     yield from seen["notes"]
     if _cards(seen):
         yield _ONE_RUN
@@ -241,8 +241,8 @@ def _assumptions(seen: Mapping[str, Any], run: DryRun) -> Iterator[str]:
         yield from filter(None, [describe_size(run.card), describe_context(run.card)])
     if run.card.is_unified:
         yield (
-            f"{run.card.name} is the main memory too: its tensors, Python and its libraries are"
-            " counted as outside the allocator, and no other program is"
+            f"{run.card.name} shares main memory: tensors, Python and its libraries count as"
+            " outside the allocator, and other programs are not counted"
         )
     if outside > run.card.context_bytes:
         yield (
@@ -312,8 +312,8 @@ def _unreliable(seen: Mapping[str, Any]) -> Iterator[str]:
         calls = ", ".join(f"{name} ({number:,})" for name, number in sorted(unwritten.items())[:5])
         yield f"functions without code of their own were called: {calls}"
     for name, number in seen["unknown_shapes"].items():
-        yield f"{number:,} results of {name} have a shape that no value decided: they are empty"
+        yield f"{number:,} results of {name} have a shape that depends on values: they are empty"
     if seen["num_ooms"] and not seen["died"]:
-        yield f"it ran out of memory {seen['num_ooms']} times and went on"
+        yield f"it ran out of memory {seen['num_ooms']} times and continued"
     if seen["num_retries"]:
-        yield f"the allocator released its cache {seen['num_retries']} times to go on"
+        yield f"the allocator released its cache {seen['num_retries']} times to continue"

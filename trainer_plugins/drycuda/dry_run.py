@@ -105,8 +105,8 @@ def dry_run_of(request: PlanRequest, timeout_seconds: float) -> DryRun:
     """
     if not 0 < timeout_seconds <= _LONGEST_SECONDS:  # also refuses NaN
         raise PlanError(
-            "the time limit is a number of seconds, above 0 and of a week at most, "
-            f"got {timeout_seconds}"
+            "the time limit is a number of seconds, above 0 and at most a week, got"
+            f" {timeout_seconds}"
         )
     try:
         parse(request.allocator)
@@ -130,7 +130,7 @@ def dry_run_of(request: PlanRequest, timeout_seconds: float) -> DryRun:
 def run_dry(run: DryRun, tell: Callable[[str], None]) -> DryResult:
     """Run a command or a request for `dry_plan`; first download missing parts."""
     if "TRAINER_PLUGINS_DRYCUDA" in os.environ:
-        raise PlanError("this program plans in a dry run, which is a plan already")
+        raise PlanError("this program already plans, in a dry run")
     if os.environ.get("TRAINER_PLUGINS_FETCH") != "never":
         fetch(tell)
     with DryCuda(run.card, run.num_cards, alone=run.alone, allowed=run.allowed) as dry:
@@ -167,12 +167,12 @@ def _resume_apart(
             f"resuming was not run: it may take {size(num_bytes)} of main memory here"
         )
         return result
-    tell("planning: running it again, from the checkpoint that it has saved")
+    tell("planning: running it again, from the checkpoint that it saved")
     again = {**run.environment, "TRAINER_PLUGINS_DRY_RESUMES": "1"}
     try:
         resumed = _run_once(replace(run, environment=again, snapshot=None), dry, tell)
     except (PlanError, NotReadableError) as error:
-        result.seen[0]["notes"].append(f"resuming was not seen: {error}")
+        result.seen[0]["notes"].append(f"resuming was not measured: {error}")
         return result
     return _both(result, resumed)
 
@@ -205,7 +205,7 @@ def _run_once(run: DryRun, dry: DryCuda, tell: Callable[[str], None]) -> DryResu
     if not seen:
         raise PlanError(_never_trained(code, log, tell))
     seen.sort(key=lambda each: _peak(each, 1), reverse=True)
-    seen[0]["notes"] += [f"the dry run was refused to {what}" for what in dry.read_refusals()]
+    seen[0]["notes"] += [f"the dry run was not allowed to {what}" for what in dry.read_refusals()]
     snapshot = dry.folder / f"snapshot-{seen[0]['rank']}.pickle"
     if run.snapshot is not None:
         shutil.copyfile(snapshot, run.snapshot)
@@ -296,11 +296,11 @@ def _never_trained(code: int, log: Path, tell: Callable[[str], None]) -> str:
     last += f" ({causes[-1]})" if causes else ""
     if code == 0:
         last = (
-            ": a plan is of a training by transformers' Trainer; other programs run on dry cards"
-            " by `python -m trainer_plugins.drycuda`"
+            ": plans cover training by transformers' Trainer; other programs run on dry cards"
+            " with `python -m trainer_plugins.drycuda`"
         )
     last += explain_refusal("\n".join(lines))
-    return f"the command ended with exit code {code} before a Trainer had trained{last}"
+    return f"the command exited with code {code} before a Trainer had trained{last}"
 
 
 def _smallest(

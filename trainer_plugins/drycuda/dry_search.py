@@ -161,7 +161,7 @@ class Variations:
         now, why_whole, failed = self._now, self._explain_whole("training"), list[str]()
         sizes, until = [now], float("inf")
         if why_whole and not self._may_accumulate():
-            failed.append(f"micro-batches have to stay whole: {why_whole}")
+            failed.append(f"micro-batches cannot be split: {why_whole}")
         elif self._is_training_short():
             halved = sorted({-(-now >> halving) for halving in range(now.bit_length() + 1)})
             sizes = self._divisors(now) if why_whole else halved
@@ -193,12 +193,12 @@ class Variations:
         prices += filter(None, [vouched])
         if at_once:
             words.insert(0, rows_in_words(rows, self._rows))
-            prices.append(f"survival divides each micro-batch of {now}, and keeps its gradient")
+            prices.append(f"survival splits each micro-batch of {now}, and keeps its gradient")
         elif rows != now:
             changed |= batch_flags(rows, self._rows)
-            prices.append("a last batch that is short may count by its micro-batches")
+            prices.append("a short last batch may be weighted by its micro-batches")
         if divided:
-            prices.append("survival divides each evaluation batch, and keeps its metrics")
+            prices.append("survival splits each evaluation batch, and keeps its metrics")
         return Fitted(
             replace(proposal, changes=tuple(words), price="; ".join(prices)),
             {name: self._as_given.arguments[name] for name in batch_flags(1, 1)},
@@ -280,7 +280,7 @@ class Variations:
                 continue
             late = time.monotonic() - until
             if late > (0 if has_found else _MORE_SECONDS):
-                failed += [] if has_found else ["what is left was not tried, for time"]
+                failed += [] if has_found else ["the rest was not tried, for lack of time"]
                 return
             if self._run.of_config is not None and changes:
                 self._tell(f"planning: with {words}")

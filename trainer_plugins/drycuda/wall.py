@@ -23,9 +23,9 @@ from trainer_plugins.snapshot.owners import is_ours
 
 _NAMESPACES = namespaces.__file__
 _REFUSALS = {
-    "Read-only file system": "changes none of your files: --allow-writes PATH lets it change some",
+    "Read-only file system": "changes none of your files: allow some with --allow-writes PATH",
     "Connection refused|Network is unreachable|[Nn]ame resolution|[Oo]ffline ?[Mm]ode": (
-        "reaches no other program: --allow-network lets it"
+        "reaches no other program: allow that with --allow-network"
     ),
 }
 """Words in errors that the wall causes, each with the cause and the fix."""

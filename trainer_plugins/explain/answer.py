@@ -37,7 +37,7 @@ class BriefLine(NamedTuple):
     text: str
 
     def __str__(self) -> str:
-        return f"{self.label:5}{self.text}"
+        return f"{self.label:7}{self.text}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,8 +154,9 @@ class Remedy:
 
     @property
     def words(self) -> str:
-        """Return the effect and the price as one line."""
-        return f"{self.effect}; it costs: {self.price}" if self.price else self.effect
+        """Return the effect, and in a second line the price."""
+        effect = f"{self.effect[:1].upper()}{self.effect[1:]}."
+        return f"{effect}\nCost: {self.price}." if self.price else effect
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +174,7 @@ class Explanation:
     def brief(self) -> Iterator[BriefLine]:
         """Yield the cause, the best evidence, the first remedy, and the number of further lines."""
         first = self.causes[0]
-        yield BriefLine("Why", f"{first.summary}  [{first.grade}: {first.code}]")
+        yield BriefLine("Cause", f"{first.summary}  [{first.grade}: {first.code}]")
         known = sorted(
             (*first.evidence[1:], *self.facts),
             key=lambda line: (not _EQUATION.search(line), _NUMBERS not in line),
@@ -183,10 +184,9 @@ class Explanation:
             yield BriefLine("", line)
         left = len(self.causes) - 1 + len(evidence[_SHOWN_EVIDENCE:])
         left += len(self.remedies[1:]) + len(self.unknown) + bool(first.doubt)
-        more = f" (more: --verbose, {left} line{'s' if left > 1 else ''})" if left else ""
-        if not self.remedies:
-            yield BriefLine("", f"no remedy is known here{more}")
-            return
-        remedy = self.remedies[0]
-        yield BriefLine("Do", remedy.do)
-        yield BriefLine("", f"  {remedy.words}{more}")
+        if self.remedies:
+            remedy = self.remedies[0]
+            yield BriefLine("Try", remedy.do)
+            yield from (BriefLine("", line) for line in remedy.words.splitlines())
+        if left:
+            yield BriefLine("More", f"{left} line{'s' if left > 1 else ''}: --verbose")

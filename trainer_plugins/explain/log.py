@@ -42,12 +42,12 @@ def explain_log(stream: BinaryIO, subject: str, predicts: bool = False) -> Expla
                 from trainer_plugins.explain.run import explain_record
 
                 found = explain_record(record, folder, predicts)
-                where = printable(f"the log names the record of its run, which was read: {path}")
+                where = printable(f"the log names the record of its run, used here: {path}")
                 return replace(found, subject=printable(subject), facts=(where, *found.facts))
     found = explain_excerpt(excerpt, subject)
     lost = tuple(
-        f"what the run itself wrote: the log names {printable(each.record)}, which is not here, or"
-        " of another run; explain it where it is"
+        f"the run's own record: the log names {printable(each.record)}, which is not here, or"
+        " belongs to another run; run explain where it is"
         for each in named
     )
     return replace(found, unknown=(*found.unknown, *lost))

@@ -91,7 +91,7 @@ def begin() -> None:
     if has_numbers():
         say("no card: every operator is computed by the CPU's code")
     else:
-        say("a card that computes nothing: losses, metrics and texts of this process mean nothing")
+        say("a card that computes nothing: losses, metrics and texts here are meaningless")
     atexit.register(_wait_for_autograd)
     alone.be_all_ranks()
     observe.record()

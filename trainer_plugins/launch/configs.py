@@ -55,7 +55,7 @@ def copy(name: str, folder: Path, overrides: Sequence[str] = (), *, force: bool 
         )
         text = text.replace("compute_environment:", f"{changed}\ncompute_environment:", 1)
     if target.exists() and not force:
-        raise ConfigError(f"{target} exists: give --force to replace it, or name another folder")
+        raise ConfigError(f"{target} exists: replace it with --force, or name another folder")
     document = document_of(target.stem, *parse_yaml(text, str(target)))
     findings = judge_document(document) if overrides else ()
     if findings and findings[0].severity is Severity.ERROR:
@@ -66,7 +66,7 @@ def copy(name: str, folder: Path, overrides: Sequence[str] = (), *, force: bool 
             file.write(text.encode())
     except OSError as error:
         why = error.strerror or error
-        raise ConfigError(f"{target} cannot be written: {why}. Name another folder") from None
+        raise ConfigError(f"{target} is not writable: {why}. Name another folder") from None
     return target
 
 

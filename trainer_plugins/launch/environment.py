@@ -60,17 +60,17 @@ def _others(environ: Mapping[str, str]) -> Iterator[Export]:
         yield Export(
             "OMP_NUM_THREADS",
             str(max(1, num_cpus // len(cards))),
-            "CPU threads of each rank, one rank a card; torchrun would set 1, slow for ZeRO"
+            "CPU threads per rank, one rank per card; torchrun would set 1, slow for ZeRO"
             " offload. No GPU memory",
         )
     yield Export(
         "TOKENIZERS_PARALLELISM",
         "false",
-        "no thread pool in tokenizers that dataloader workers would fork, and no warning about it."
-        " No GPU memory",
+        "stops tokenizers from starting a thread pool that dataloader workers would fork, and"
+        " its warning. No GPU memory",
     )
     yield Export(
         "HF_HUB_DISABLE_TELEMETRY",
         "1",
-        "no usage reports to the Hub from cluster nodes. No GPU memory",
+        "stops usage reports to the Hub from cluster nodes. No GPU memory",
     )

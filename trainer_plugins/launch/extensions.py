@@ -100,8 +100,8 @@ def lock_findings(
             report = Finding.error if name in will_need else Finding.warning
             yield report(
                 code="extension-lock",
-                summary=f"every launch that needs the extension {name} of torch waits forever: a"
-                " build was interrupted",
+                summary=f"every launch that needs the torch extension {name} waits forever: a build"
+                " was interrupted",
                 evidence=f"{old}, and no process holds it",
                 remedy=_way_out(name, lock.path),
                 amount=lock.age_seconds,
@@ -110,7 +110,7 @@ def lock_findings(
 
 def _way_out(name: str, path: Path) -> str:
     if name not in _DEEPSPEED:
-        return f"Before a launch: rm {path}. Without it ranks that wait fail with an ImportError"
+        return f"Before a launch: rm {path}. Without it, waiting ranks fail with an ImportError"
     builds = f"trainer-plugins configs build {name}"
     return f"Run {builds}, also while ranks wait: after rm {path} they fail with an ImportError"
 
@@ -134,7 +134,7 @@ def _describe_wait(name: str) -> str:
     if lock is not None and lock.holder is not None:
         return f"process {lock.holder} compiles {name}, and this one waits for it"
     if lock is not None:
-        will_end = "while no process compiles it" if lock.unseen else "forever"
+        will_end = "although no process is compiling it" if lock.unseen else "forever"
         return f"{name} waits {will_end} for {lock.path}. {_way_out(name, lock.path)}"
     # An extension compiled from another version of its source counts too.
     if any(_extension_files(f"{name}/{name}.so", os.environ)):
@@ -225,7 +225,7 @@ def _holder(file: Path, found: os.stat_result) -> tuple[int | None, str]:
             opened = list(Path(f"/proc/{process.pid}/fd").iterdir())
         except PermissionError:
             if _may_hold(process, found.st_uid):
-                unseen = unseen or f"the open files of process {process.pid} cannot be read"
+                unseen = unseen or f"the open files of process {process.pid} are not readable"
             continue
         except OSError:
             continue  # it has ended
@@ -260,7 +260,7 @@ def _explain_unseen(file: Path) -> str:
     if _SHARED.match(kind):
         return f"its folder is on {kind}, which other machines may share"
     if kind != "overlay" and not _sees_all_processes():
-        return "this container sees its own processes only"
+        return "this container only sees its own processes"
     return ""
 
 

@@ -35,7 +35,7 @@ def try_read(read: Callable[[], T], default: T) -> T:
     try:
         return read()
     except Exception:
-        logger.debug("a part of the record of this run is missing", exc_info=True)
+        logger.debug("a part of this run's record is missing", exc_info=True)
         return default
 
 

@@ -36,7 +36,7 @@ def judge_summed_gradient(
         reasons.append(f"multiplies by the {num_ranks} ranks (average_tokens_across_devices)")
     remedy = f"After you build the Trainer, {accumulation.cure}"
     if factor == num_steps:
-        remedy += f"; or do without accumulation: {advice.SURVIVE.flag(Door.CODE)} divides exactly"
+        remedy += f"; or do not accumulate: {advice.SURVIVE.flag(Door.CODE)} splits exactly"
     return Finding.warning(
         code="gradient-summed",
         summary=f"the gradient and the logged loss of each step are {factor} times too large",
@@ -120,7 +120,7 @@ def _wrapper(asked: Asked, runs: Strategy) -> Iterator[Finding]:
     elif asked.use_cpu:
         remedy = "Unset ACCELERATE_USE_CPU: if it is set, accelerate takes its CPU branch"
     elif meant == "FSDP" and runs.device == "cpu":
-        remedy = "accelerate uses FSDP on accelerators only: run it on one, or ask for DDP"
+        remedy = "accelerate uses FSDP only on accelerators: run it on one, or request DDP"
     what = "one process on one device" if meant == "nothing" else meant
     yield Finding.error(
         code="strategy-not-in-force",
@@ -189,10 +189,10 @@ def _offload(asked: Asked, runs: Strategy) -> Iterator[Finding]:
             summary = f"{what} offload to {where} was requested, but {in_force or 'none'} is in"
             summary += f" force{why}"
         elif what == "param" and where == "nvme" and not runs.homes.get("nvme"):
-            summary = "the weights were to be offloaded to a drive, but none of them is there"
+            summary = "the weights should be offloaded to a drive, but none are there"
             remedy = (
-                "DeepSpeed keeps partitions below 1 MiB (or aio.block_size) in main memory: for"
-                " weights this small `device: cpu` is what runs, so write that"
+                "DeepSpeed keeps partitions below 1 MiB (or aio.block_size) in main memory:"
+                " for weights this small you get `device: cpu`, so write that"
             )
         else:
             continue

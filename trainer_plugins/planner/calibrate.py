@@ -86,7 +86,7 @@ def calibrate(plan: MemoryPlan, run_dir: str | Path) -> Calibration:
     doubt = _doubt_about_context(plan, ranks, context_bytes)
     kept_in = None
     if doubt is not None:
-        remarks.append(f"the context is not kept: {doubt}")
+        remarks.append(f"the context size is not stored: {doubt}")
     elif plan.gpu is not None:
         kept_in = keep_context(plan.gpu, context_bytes, run_dir.absolute())
     return Calibration(
@@ -169,7 +169,7 @@ def refuse_another_run(plan: MemoryPlan, ranks: Timelines, flag: str = "--calibr
     if plan.cards:
         raise PlanError(
             f"{flag}: the plan is for the fullest of {len(plan.cards)} cards of one process, and a"
-            " timeline is of its first: compare max_memory_reserved of each with plan.cards"
+            " timeline covers its first: compare max_memory_reserved of each with plan.cards"
         )
     for rank, begun in entries_of(ranks, Beginning):
         ran = begun.strategy
@@ -206,8 +206,8 @@ def _doubt_about_context(plan: MemoryPlan, ranks: Timelines, context_bytes: int)
     most = min(_LARGEST_CONTEXT_BYTES, int(_LARGEST_CONTEXT_FRACTION * plan.capacity_bytes))
     if context_bytes > most:
         return (
-            f"{size(context_bytes)} outside the allocator is more than a context has, "
-            f"{size(most)} at most"
+            f"{size(context_bytes)} outside the allocator is more than a context, which takes"
+            f" at most {size(most)}"
         )
     return None
 
@@ -236,5 +236,5 @@ def add_measured_context(card: Card) -> Card:
         measured, folder = int(kept["context_bytes"]), kept["measured_in"]
     except (OSError, ValueError, KeyError, TypeError):
         return card
-    source = f"measured in {folder} and kept in {file}; --no-calibration plans without it"
+    source = f"measured in {folder} and stored in {file}; plan without it: --no-calibration"
     return replace(card, context_bytes=measured, context_source=source)

@@ -70,8 +70,8 @@ def describe_context(card: Card) -> str:
     if card.context_source is not None:
         return f"the context of {size(card.context_bytes)} on {card.name}: {card.context_source}"
     return (
-        f"a context of {size(card.context_bytes)} on {card.name} is a guess: "
-        "contexts of 141 MiB to 1.3 GiB have been published; --calibrate measures it"
+        f"a context of {size(card.context_bytes)} on {card.name} is a guess: published"
+        " contexts take 141 MiB to 1.3 GiB; measure it with --calibrate"
     )
 
 
@@ -96,8 +96,8 @@ def describe_size(card: Card) -> str:
         return ""
     return (
         f"{card.name} is read as {card.capacity_bytes:,} bytes, which are"
-        f" {size(card.capacity_bytes)}; cards that are sold with that number differ: name the card,"
-        " or give GiB"
+        f" {size(card.capacity_bytes)}; cards sold with that number differ: name the card, or"
+        " give GiB"
     )
 
 
@@ -237,7 +237,7 @@ def _card(name: str, gib: str, capability: str, *numbers: str) -> Card:
     sold = float(gib.removeprefix("~"))
     capacity = 0.98 * sold - 0.15 if gib.startswith("~") else sold
     context_bytes, source = _CONTEXTS.get(name, (GUESSED_CONTEXT_BYTES, None))
-    guess = f"capacity of {capacity:.2f} GiB, by the {sold:g} GB it is sold with"
+    guess = f"capacity of {capacity:.2f} GiB, from the {sold:g} GB on its label"
     card = Card(
         *(name, int(capacity * GIB)),
         context_bytes=context_bytes,
@@ -246,7 +246,7 @@ def _card(name: str, gib: str, capability: str, *numbers: str) -> Card:
         guess=guess if gib.startswith("~") else "",
     )
     if capability == "amd":
-        return replace(card, guess="size alone is known; kernels of CUDA's sm_90")
+        return replace(card, guess="only its size is known; kernels of CUDA's sm_90")
     major, minor = map(int, capability.split("."))
     sms, l2_mib, *speeds = map(int, numbers)
     if speeds:
@@ -315,7 +315,7 @@ def make_card(
     like = _BY_NAME[usual]
     generation = f"sm_{like.capability[0]}{like.capability[1]}"
     guess = (
-        f"kernels of {usual} ({generation}), guessed by its size; {text.strip()},sm_80 is another"
+        f"kernels of {usual} ({generation}), guessed from its size; {text.strip()},sm_80 is another"
     )
     if major:
         asked = (int(major), int(minor))
@@ -329,7 +329,7 @@ def make_card(
         name=text,
         capacity_bytes=capacity_bytes,
         context_bytes=GUESSED_CONTEXT_BYTES if has_room else 0,
-        context_source=None if has_room else "none has room in so small a card",
+        context_source=None if has_room else "no GPU generation has so small a card",
         is_unified=is_unified,
         speed=None,
         guess=guess,

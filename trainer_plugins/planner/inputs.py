@@ -31,19 +31,18 @@ from trainer_plugins.planner.request import (
 _CONFIG = "config.json"
 _HEAD = re.compile(r"(For[A-Z]\w+|LMHeadModel|Model)$")
 _ITS_BATCH = "the batch is the longest rows of its train_dataset, through its collator"
-_ITS_MODEL = "its model is planned as it is"
+_ITS_MODEL = "the plan uses its model as it is"
 _OF_A_TRAINER = {
-    "training_args": "its own count (trainer.args)",
+    "training_args": "it has its own count (trainer.args)",
     "seq_length": _ITS_BATCH,
     "target_length": _ITS_BATCH,
     "padding": _ITS_BATCH,
-    "dtype": "its model already has one: make the Trainer with a model loaded in another dtype",
-    "peft_config": f"{_ITS_MODEL}: make the Trainer with a model of peft",
+    "dtype": "its model has a dtype: build the Trainer with a model loaded in another",
+    "peft_config": f"{_ITS_MODEL}: build the Trainer with a peft model",
     "quantization_config": f"{_ITS_MODEL}: load it quantised",
-    "prepare_kbit": f"{_ITS_MODEL}: prepare it before the Trainer is made",
+    "prepare_kbit": f"{_ITS_MODEL}: prepare it before you build the Trainer",
     "accelerate_config": (
-        "how it is launched is read from the process that made it; "
-        "num_gpus changes the number of cards"
+        "its process determines the launch; num_gpus changes the number of cards"
     ),
 }  # options for a config, each with the reason why a Trainer does not take it
 
@@ -72,7 +71,7 @@ def request_of(trainer_or_config: object, run: RunOptions) -> PlanRequest:
 def _request_of_trainer(trainer: object, run: RunOptions) -> PlanRequest:
     for name, why in _OF_A_TRAINER.items():
         if getattr(run, name) is not None:
-            raise PlanError(f"{name} is for the config of a model, and here is a Trainer: {why}")
+            raise PlanError(f"with a Trainer you cannot pass {name}: {why}")
     from trainer_plugins.planner.rehearse import gather
 
     card = card_of(run.gpu) if run.gpu is not None else None
@@ -88,11 +87,11 @@ def _request_of_config(given: object, run: RunOptions) -> PlanRequest:
     elif isinstance(arguments, tuple):
         _check_flags(arguments)
     if run.stream_embeddings and run.stream_base is None:
-        raise PlanError("--stream-embeddings belongs to --stream-base")
+        raise PlanError("--stream-embeddings needs --stream-base")
     config = _change_config(_config(given, run.from_hub), run)
     peft, quantisation = _fields(run.peft_config), _quantisation(run, config)
     if (peft or {}).get("use_dora") and (quantisation or config.get("quantization_config")):
-        raise NotPredicted("DoRA (use_dora) on a quantised base, whose weights it makes whole")
+        raise NotPredicted("DoRA (use_dora) on a quantised base, whose weights it dequantises")
     return PlanRequest(
         card=card_of(run.gpu) if run.gpu is not None else None,
         source=ConfigSource(
@@ -141,15 +140,15 @@ def _quantisation(run: RunOptions, config: Mapping[str, object]) -> dict[str, ob
     fields, of_config = _fields(run.quantization_config), config.get("quantization_config")
     if fields is None:
         if run.prepare_kbit is not None and not of_config:
-            raise PlanError("--prepare-kbit is for a quantised base: see --load-in-4bit")
+            raise PlanError("--prepare-kbit needs a quantised base: see --load-in-4bit")
         return None
     if of_config:
-        raise PlanError("the config already has a quantization_config: quantise it once")
+        raise PlanError("the config already has a quantization_config: quantise only once")
     if bool(fields.get("load_in_4bit")) == bool(fields.get("load_in_8bit")):
-        raise PlanError("a base is quantised by one of --load-in-4bit and --load-in-8bit: give one")
+        raise PlanError("--load-in-4bit and --load-in-8bit both quantise the base: choose one")
     strays = [name for name in fields if name.startswith("bnb_4bit_")]
     if run.load_in_8bit and strays:  # a BitsAndBytesConfig has them all
-        raise PlanError(f"--{strays[0].replace('_', '-')} belongs to --load-in-4bit")
+        raise PlanError(f"--{strays[0].replace('_', '-')} needs --load-in-4bit")
     return fields
 
 
@@ -179,13 +178,13 @@ def read_config(given: str | os.PathLike[str], from_hub: bool = False) -> dict[s
         content = json.loads(file.read_text())
     except OSError as error:
         raise PlanError(
-            f"no config of a model at {path}: {error.strerror}. "
-            "Give a file or folder on disk, or the name of a model on the hub, as org/name"
+            f"no model config at {path}: {error.strerror}. Name a file or folder on disk, or a"
+            " model on the hub, as org/name"
         ) from error
     except (ValueError, RecursionError) as error:
         raise PlanError(f"{file} is not JSON: {error}") from error
     if not isinstance(content, dict):
-        raise PlanError(f"{file} is not the config of a model: it holds no mapping")
+        raise PlanError(f"{file} is not a model config: it holds no mapping")
     return content
 
 
@@ -207,9 +206,9 @@ def _config_on_hub(name: str, from_hub: bool) -> Path:
             reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else one_line
             raise PlanError(f"no config of the model {name} from the hub: {reason}") from error
     raise PlanError(
-        f"no config of a model at {name}, and the cache {constants.HF_HUB_CACHE} has no model"
-        " of that name. Give a file or folder on disk, or add --from-hub: it fetches the"
-        f" model's {_CONFIG} and nothing else"
+        f"no model config at {name}, and the cache {constants.HF_HUB_CACHE} has no model of"
+        f" that name. Name a file or folder on disk, or download just the model's {_CONFIG}"
+        " with --from-hub"
     )
 
 
@@ -220,7 +219,7 @@ def _config(given: object, from_hub: bool) -> dict[str, object]:
         return dict(given)
     if isinstance(given, (str, os.PathLike)):
         return read_config(given, from_hub)
-    raise PlanError(f"a plan needs a Trainer or the config of a model, got {type(given).__name__}")
+    raise PlanError(f"a plan needs a Trainer or a model config, got {type(given).__name__}")
 
 
 def _change_config(config: dict[str, object], run: RunOptions) -> dict[str, object]:
@@ -233,7 +232,7 @@ def _change_config(config: dict[str, object], run: RunOptions) -> dict[str, obje
     base = str(named[0]) if isinstance(named, list) and named else ""
     kind = _HEAD.sub("", base)
     if not kind:
-        raise PlanError("--head: the config names no class (architectures) that could have it")
+        raise PlanError("--head: the config names no class (architectures) to put it on")
     return {**config, "architectures": [f"{kind}For{run.head.removeprefix('For')}"]}
 
 

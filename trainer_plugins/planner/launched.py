@@ -34,7 +34,7 @@ def complete_launch(request: PlanRequest) -> PlanRequest:
     num_nodes = _num_nodes(config, num_gpus, name)
     if kind == "NO" and num_gpus > 1:
         raise PlanError(
-            f"{name} launches one process (distributed_type NO), and --num-gpus says {num_gpus}"
+            f"{name} launches one process (distributed_type NO), but --num-gpus says {num_gpus}"
         )
     if num_gpus % num_nodes:
         raise PlanError(
@@ -92,8 +92,8 @@ def _num_processes(document: Document, name: str) -> int:
     if number is None and document.get_accelerate("distributed_type") != "NO":
         said = document.get_accelerate("num_processes")
         raise PlanError(
-            f"{name} runs a process on each card (num_processes: {said}): "
-            "say how many with --num-gpus"
+            f"{name} runs a process on each card (num_processes: {said}): give their number"
+            " with --num-gpus"
         )
     return number or 1
 

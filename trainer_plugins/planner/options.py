@@ -39,61 +39,61 @@ class RunOptions:
         _MODEL, "Load weights as bfloat16, float16 or float32 (default: as from_pretrained)."
     )
     attn_implementation: str | None = option(
-        _MODEL, "Attention: eager, sdpa or flash_attention_2 (default: as the config says)."
+        _MODEL, "Attention: eager, sdpa or flash_attention_2 (default: from the config)."
     )
     head: str | None = option(
-        _MODEL, "What is trained on top, as in TokenClassification (default: as the config says)."
+        _MODEL, "The head to train, as in TokenClassification (default: from the config)."
     )
     trainer: str | None = option(
         _MODEL,
-        "Trainer of TRL: sft, dpo, kto, reward, grpo, rloo, gmpo, orpo, cpo or tpo; it takes all"
+        "TRL trainer: sft, dpo, kto, reward, grpo, rloo, gmpo, orpo, cpo or tpo; takes all"
         " flags of its config (default: transformers.Trainer).",
         metavar="NAME",
     )
     num_labels: int | None = option(_MODEL, "Number of labels (default: from the config).")
 
     seq_length: int | None = option(
-        MOST_USED, "Tokens in each row (default: 2048; 1024 where TRL cuts rows there)."
+        MOST_USED, "Tokens per row (default: 2048; 1024 where TRL cuts rows there)."
     )
     target_length: int | None = option(
-        _DATA, "Tokens in each label of an encoder-decoder (default: --seq-length)."
+        _DATA, "Tokens per label of an encoder-decoder (default: --seq-length)."
     )
     images_per_row: int | None = option(
-        _DATA, "Images in each row of a vision-language model (default: 1)."
+        _DATA, "Images per row of a vision-language model (default: 1)."
     )
     image_size: str | None = option(
-        _DATA, "Pixels of an image (default: from the config; printed).", metavar="HxW"
+        _DATA, "Image size in pixels (default: from the config; printed).", metavar="HxW"
     )
     sound_seconds: float | None = option(
-        _DATA, "Seconds of audio in each row, at 16,000 samples a second.", metavar="S"
+        _DATA, "Seconds of audio per row, at 16,000 samples per second.", metavar="S"
     )
     padding: bool | None = option(
         _DATA, "Whether batches have padding (default: if a batch has several rows)."
     )
-    eval_batches: int = option(_DATA, "Number of batches in an evaluation.", default=8)
+    eval_batches: int = option(_DATA, "Number of batches per evaluation.", default=8)
     metrics: bool = option(
         _DATA,
-        "The Trainer has a compute_metrics, so an evaluation keeps all outputs.",
+        "The Trainer has compute_metrics, so an evaluation keeps all outputs.",
         default=False,
     )
 
-    lora_r: int | None = option(MOST_USED, "Rank of LoRA adapters (default: train all weights).")
+    lora_r: int | None = option(MOST_USED, "LoRA rank (default: train all weights).")
     lora_target: str = option(
         _ADAPTER,
-        "Modules that get an adapter: all-linear, or names with commas.",
+        "Modules that get an adapter: all-linear, or names separated by commas.",
         default="all-linear",
     )
     peft_config: Any = option(
-        _ADAPTER, "An adapter_config.json of PEFT, or its JSON, instead of --lora-r."
+        _ADAPTER, "A PEFT adapter_config.json, or its JSON, instead of --lora-r."
     )
     prepare_kbit: bool | None = option(
         _ADAPTER, "Prepare a quantised base for k-bit training (default: yes)."
     )
     stream_base: int | None = option(
-        _ADAPTER, "Stream the frozen base: keep K layers on the card.", metavar="K"
+        _ADAPTER, "Stream the frozen base from main memory, with K layers on the card.", metavar="K"
     )
     stream_embeddings: bool = option(
-        _ADAPTER, "With --stream-base: stream embeddings and head too.", default=False
+        _ADAPTER, "With --stream-base: also stream embeddings and head.", default=False
     )
 
     load_in_4bit: bool = option(MOST_USED, "Quantise the base to 4 bits (QLoRA).", default=False)
@@ -113,22 +113,22 @@ class RunOptions:
 
     gpu: str | None = option(
         MOST_USED,
-        "The card: a name (t4, rtx4090, a100-80gb, h100-80gb, ...), or what torch can use of it, as"
-        " in 23.5GiB or 23.5GiB,sm_89.",
+        "The GPU: a name (t4, rtx4090, a100-80gb, h100-80gb, ...), or the memory torch can"
+        " use, as in 23.5GiB or 23.5GiB,sm_89.",
     )
     num_gpus: int | None = option(
-        MOST_USED, "Cards that train together (default: from --accelerate-config, else 1)."
+        MOST_USED, "Number of GPUs that train together (default: from --accelerate-config, else 1)."
     )
     accelerate_config: Path | None = option(MOST_USED, "The config file for accelerate launch.")
     host_memory: str | None = option(
-        _MACHINE, "Main memory of a machine, as in 252GB (default: not judged)."
+        _MACHINE, "Main memory per node, as in 252GB (default: not checked)."
     )
     pinned_memory: str | None = option(_MACHINE, PINNED_MEMORY_HELP)
     vllm_utilization: float | None = option(
         _MACHINE, "Share of the card for vLLM, with --trainer grpo, rloo or gmpo."
     )
     calibration: bool = option(
-        _MACHINE, "Use the context size that was measured here for this card.", default=True
+        _MACHINE, "Use the context size measured here for this card.", default=True
     )
     timeout: float = option(_MACHINE, "Time limit of each dry run.", default=600, metavar="SECONDS")
 

@@ -112,7 +112,7 @@ def describe_least_seconds(copy_seconds: float) -> str:
     """Say how long a step takes at least because of its copies over the bus."""
     rate = f"{BUS_BYTES_PER_SECOND / 1e9:.0f} GB/s (PCIe 4.0 x16; 5.0 has twice that)"
     digits = 1 if copy_seconds >= 1 else 3
-    return f"at least {copy_seconds:.{digits}f} s a step at {rate}"
+    return f"at least {copy_seconds:.{digits}f} s per step at {rate}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

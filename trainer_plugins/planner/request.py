@@ -132,7 +132,7 @@ class ConfigSource:
             ("sounds", self.sound_seconds is not None),
         ):
             if is_given:
-                raise PlanError(f"{what} and --trainer do not go together: give plan_run a Trainer")
+                raise PlanError(f"{what} does not work with --trainer: give plan_run a Trainer")
 
 
 def _check_layers(config: Mapping[str, object], inside: str = "") -> None:

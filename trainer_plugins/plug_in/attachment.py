@@ -269,7 +269,7 @@ def _harmless(who: str) -> Iterator[None]:
     except Exception:
         if not _state.has_failed:
             _state.has_failed = True
-            logger.exception("%s trains without our callbacks; this is logged once", who)
+            logger.exception("%s trains without our callbacks (logged once)", who)
 
 
 def _trainer_class() -> "type[Trainer] | None":
@@ -282,7 +282,7 @@ def _warn_of_those_built(trainer: "type[Trainer]") -> None:
     built = sum(not any(map(was_inserted, handler.callbacks)) for handler in handlers)
     if built:
         logger.warning(
-            "%d Trainer%s built before attach(), which only reaches those built later. For such a"
+            "%d Trainer%s built before attach(), which reaches only later ones. For such a"
             " Trainer, call trainer_plugins.protect(trainer)",
             built,
             " was" if built == 1 else "s were",

@@ -26,8 +26,8 @@ def change_arguments() -> None:
                 setattr(args, name, value)
         else:
             sys.stderr.write(
-                "trainer-plugins exec --fit: these TrainingArguments are not those that were"
-                " planned, and stay as they are\n"
+                "trainer-plugins exec --fit: these TrainingArguments differ from the planned"
+                " ones, so they stay as they are\n"
             )
         made(args)
 

@@ -69,57 +69,58 @@ class MemoryArguments:
 
     memory_preset: str = _option(
         DEFAULT_PRESET,
-        "Which callbacks: observe, memory_safe, survive, or a preset of an installed package.",
+        "The callbacks: observe, memory_safe, survive, or a preset of an installed package.",
     )
     memory_every_steps: int = _option(
-        1, "Read the device every N optimizer steps. (MemoryWatchdog)"
+        1, "Read GPU memory every N optimizer steps. (MemoryWatchdog)"
     )
     memory_warn_fraction: float = _option(
-        0.90, "Warn from this fraction of the device on, 0 to 1. (MemoryWatchdog)"
+        0.90, "Warn at this fraction of the device, 0 to 1. (MemoryWatchdog)"
     )
     memory_act_fraction: float = _option(
-        0.97, "Report an error from this fraction of the device on, 0 to 1. (MemoryWatchdog)"
+        0.97, "Report an error at this fraction of the device, 0 to 1. (MemoryWatchdog)"
     )
     memory_stop: bool = _option(
         False, "On an error, save a checkpoint and stop training on all ranks. (MemoryWatchdog)"
     )
     memory_prometheus_dir: str | None = _option(
-        None, "Also write the numbers to this folder, for node_exporter. (MemoryWatchdog)"
+        None, "Also write the metrics to this folder, for node_exporter. (MemoryWatchdog)"
     )
     memory_snapshot: bool = _option(
         False, "On CUDA, record allocations, and write torch's snapshot at an OOM. (OOMReporter)"
     )
     memory_release_every_steps: int = _option(
-        10, "Consider a release every N optimizer steps. (CudaCacheCallback)"
+        10, "Consider releasing the cache every N optimizer steps. (CudaCacheCallback)"
     )
     memory_min_reclaimable_fraction: float = _option(
         0.10,
-        "Release if some rank has cached this fraction of its card, 0 to 1. (CudaCacheCallback)",
+        "Release it if any rank caches this fraction of its card, 0 to 1. (CudaCacheCallback)",
     )
     memory_logits_to: str | None = _option(
         None,
-        "Where an evaluation keeps logits that do not fit: cpu, or argmax, if the metrics are the"
-        " same. (EvaluationGuard)",
+        "Where an evaluation keeps logits that do not fit: cpu, or argmax if the metrics stay"
+        " the same. (EvaluationGuard)",
     )
     memory_on_refusal: str = _option(
-        "warn", "If OOM cannot be survived in this run: warn, or error. (SurviveOOM)"
+        "warn", "If survival cannot help this run: warn, or error. (SurviveOOM)"
     )
     memory_vouch_for_loss: bool = _option(
         False,
-        "Your own loss is a sum or mean over examples: it is checked, then divided. (SurviveOOM)",
+        "Declare your custom loss a sum or mean over examples: survival tests that, then"
+        " splits batches. (SurviveOOM)",
     )
     memory_rows_at_once: int = _option(
         0,
-        "Compute no more at once than N of the longest rows, with the gradient of the whole"
+        "Compute at most N of the longest rows at once, with the gradient of the whole"
         " micro-batch; 0: as many as fit. (SurviveOOM)",
     )
     memory_stream_base: str = _option(
         _NO,
-        "Keep the frozen base of a LoRA or QLoRA run in main memory: no; needed, if it does not"
-        " fit, and as the last step of the preset survive; always. (StreamBase)",
+        "Keep the frozen base of a LoRA or QLoRA run in main memory: no; needed (if it does"
+        " not fit, and as the last step of the preset survive); always. (StreamBase)",
     )
     memory_resident_layers: int = _option(
-        2, "How many layers of that base are on the card at most. (StreamBase)"
+        2, "Keep at most N layers of that base on the card. (StreamBase)"
     )
 
     def __post_init__(self) -> None:
@@ -159,7 +160,7 @@ class MemoryArguments:
             if option.name in _TARGETS and _TARGETS[option.name][0] not in callbacks:
                 name = _TARGETS[option.name][0].rpartition(".")[2]
                 missing = f"{name}, which is not in the preset {self.memory_preset}"
-                raise ValueError(f"{option.name} is for {missing}")
+                raise ValueError(f"{option.name} needs {missing}")
 
 
 def memory_arguments(preset: str = DEFAULT_PRESET, **options: Option) -> MemoryArguments:

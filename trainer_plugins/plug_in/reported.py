@@ -17,11 +17,11 @@ _LOST = (
     "Either the program builds no Trainer (a custom training loop takes no callbacks), or its"
     f" Python lost PYTHONPATH, TRAINER_PLUGINS_ATTACH or {VARIABLE}: `env -i`, `sbatch"
     " --export=NONE`, a job that sets PYTHONPATH itself, `python -I`, a container or another"
-    " machine. Pass them on, or put `python -m trainer_plugins.run` in front of the script"
+    " machine. Pass them on, or put `python -m trainer_plugins.run` before the script"
 )
 _NOT_BUILT = (
-    "The program imported transformers.Trainer and built none that takes our callbacks, as a"
-    " custom training loop does"
+    "The program imported transformers.Trainer but built none that takes our callbacks: it"
+    " may be a custom training loop"
 )
 
 
@@ -59,4 +59,4 @@ def describe_lack(folder: str) -> str:
     if not folder or (marks / TRAINER).exists():
         return ""
     why = _NOT_BUILT if (marks / IMPORTED).exists() else _LOST
-    return f"nothing was protected: no Trainer under this command reported. {why}"
+    return f"nothing was protected: no Trainer reported from this command. {why}"

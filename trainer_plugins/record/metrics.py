@@ -14,10 +14,10 @@ logger = logging.getLogger(__name__)
 
 # Names and descriptions in a file for Prometheus; sizes are in bytes there.
 _IN_PROMETHEUS = {
-    "memory/peak_gib": ("peak_bytes", "Most that tensors took at once since the last log line."),
+    "memory/peak_gib": ("peak_bytes", "Peak tensor memory since the last log line."),
     "memory/reserved_gib": ("reserved_bytes", "Held by torch's caching allocator."),
     "memory/foreign_gib": ("foreign_bytes", "Held on the device by other processes."),
-    "memory/pressure_fraction": ("pressure_ratio", "Peak live memory as a part of the device."),
+    "memory/pressure_fraction": ("pressure_ratio", "Peak live memory as a fraction of the device."),
     "memory/alloc_retries": ("alloc_retries_total", "Allocations that first flushed the cache."),
     "memory/flush_seconds": ("flush_seconds_total", "Time that training waited for releases."),
 }
@@ -77,8 +77,9 @@ class PrometheusFile:
             if not self._warned:
                 self._warned = True
                 logger.warning(
-                    "memory metrics cannot be written to %s (%s): training goes on without them."
-                    " Free some space, or set prometheus_dir to a writable folder",
+                    "memory metrics could not be written to %s (%s): training continues"
+                    " without them. Free some space, or set prometheus_dir to a writable"
+                    " folder",
                     printable(self.path),
                     error.strerror,
                 )

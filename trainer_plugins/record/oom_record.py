@@ -195,4 +195,4 @@ def open_oom_record(path: Path) -> OomRecord | None:
         return from_json(OomRecord, value)
     except (TypeError, ValueError) as error:
         why = str(error).replace("OomRecord.__init__() ", "")
-        raise ValueError(f"{path} is no record of an OOM that can be read: {why}") from error
+        raise ValueError(f"{path} is not a readable OOM record: {why}") from error

@@ -251,9 +251,9 @@ class Timeline:
             with suppress(OSError):
                 path.with_suffix(CUT_OFF).touch()
             self._warn_once(
-                "the memory timeline cannot be written to %s (%s): training goes on, and the"
-                " entries stay in memory until they can be. Free some space, or set output_dir to a"
-                " writable folder",
+                "the memory timeline could not be written to %s (%s): training continues, and"
+                " the entries stay in memory until they can be. Free some space, or set"
+                " output_dir to a writable folder",
                 printable(path),
                 error.strerror,
             )
@@ -294,8 +294,8 @@ class Timeline:
             num_bytes = thin(Path(os.path.realpath(path)))
         except OSError as error:
             self._warn_once(
-                "the memory timeline %s has %d bytes and cannot be thinned (%s): it goes on"
-                " growing. Free some space",
+                "the memory timeline %s has %d bytes and could not be thinned (%s): it will"
+                " keep growing. Free some space",
                 printable(path),
                 num_bytes,
                 error.strerror,

@@ -104,8 +104,8 @@ class Webhook:
             if problem and not self._has_failed:
                 self._has_failed = True
                 logger.warning(
-                    "a message to the webhook was not delivered (%s); training goes on, and this is"
-                    " logged once. Check the URL in %s",
+                    "a message to the webhook was not delivered (%s); training continues"
+                    " (logged once). Check the URL in %s",
                     problem,
                     VARIABLE,
                 )
@@ -113,7 +113,7 @@ class Webhook:
     def _send(self, body: bytes) -> tuple[str, float]:
         """Return an error's class (its message may hold the URL) and seconds until a retry."""
         if not self._url.startswith(("https://", "http://")):
-            return "it begins with neither https:// nor http://", math.inf
+            return "it starts with neither https:// nor http://", math.inf
         # Discord answers 403 to urllib's own User-Agent (discord/discord-api-docs#4908).
         headers = {"Content-Type": "application/json", "User-Agent": "trainer-plugins"}
         try:

@@ -27,7 +27,7 @@ def check_report(checklist: Checklist, verbose: bool = False) -> RenderableType:
         num_well += len(lines) - len(shown)
         for number, row in enumerate(row for line in shown for row in _rows(line)):
             table.add_row(Text("" if number else name, style="bold"), *row)
-    well = f" {num_well} checks are ok: --verbose lists them." if num_well else ""
+    well = f" {num_well} checks passed: --verbose lists them." if num_well else ""
     total = Text(_total(checklist) + well, style="bold")
     return Group(table, total) if table.rows else total
 
@@ -50,6 +50,6 @@ def _total(checklist: Checklist) -> str:
         if num := severities.count(severity):
             counts.append(f"{num} {word}" if num == 1 else f"{num} {word}s")
     if not counts:
-        return "Nothing was found that ends a run."
-    ends = "; errors end the run" if checklist.worst is Severity.ERROR else ""
+        return "No problems found."
+    ends = "; an error ends the run" if checklist.worst is Severity.ERROR else ""
     return f"{' and '.join(counts)}{ends}. docs/findings.md explains each code."

@@ -29,10 +29,11 @@ def brief_report(plan: MemoryPlan) -> RenderableType:
         parts.append(_label("Planned", _list(shown)))
     parts.append(_label("Peak", name_largest(plan)))
     parts += _render_remedy(plan)
-    num = len(plan.assumptions) + len(plan.not_reliable)
-    assumed = f"{num} assumption{'s' if num != 1 else ''}: --verbose" if num else "all: --verbose"
-    sure = f"{plan.known_error}; {assumed}" if plan.known_error else assumed
-    return Group(*parts, _label("Sure", sure))
+    parts += [_label("Accuracy", plan.known_error)] if plan.known_error else []
+    counts = {"assumption": len(plan.assumptions) + len(plan.not_reliable)}
+    counts["suggestion"] = len(plan.proposals) - 1
+    more = (f"{num} {name}{'s' if num > 1 else ''}" for name, num in counts.items() if num > 0)
+    return Group(*parts, _label("More", f"{', '.join(more) or 'all figures'}: --verbose"))
 
 
 def plan_report(plan: MemoryPlan) -> RenderableType:
@@ -61,7 +62,7 @@ def _verdicts(plan: MemoryPlan) -> list[RenderableType]:
 
 
 def _label(label: str, text: str) -> Indented:
-    return Indented(Text(text), 8, Text(label, "bold"))
+    return Indented(Text(text), 10, Text(label, "bold"))
 
 
 def verdict(plan: MemoryPlan) -> str:
@@ -84,7 +85,7 @@ def _verdict_of_card(plan: MemoryPlan) -> str:
         live_short = plan.allocated_peak_bytes + plan.context_bytes - plan.capacity_bytes
         if live_short <= 0:
             piece = max(plan.failed_request_bytes or 0, SMALL_SEGMENT_BYTES)
-            short = f"no {size(piece)} in one piece"
+            short = f"no contiguous {size(piece)} free"
         elif 2 * live_short < -plan.margin_bytes:
             short = f"at least {size(live_short)} short"
     return f"Does not fit on {card}: {short}, in the {moment_of(plan)}"
@@ -96,26 +97,25 @@ def name_largest(plan: MemoryPlan) -> str:
     named = ", ".join(f"{size(num)} {name}" for name, num in most if num >= _SHOWN_BYTES)
     needed, held = plan.smallest_card_bytes, plan.nvidia_smi_peak_bytes
     if needed and plan.capacity_bytes and held > plan.capacity_bytes:
-        return f"{named}; with CUDA's context {size(needed)} or more"  # a full card has no cache
+        return f"{named}; with CUDA's context at least {size(needed)}"  # a full card has no cache
     return f"{named}; with the cache and CUDA's context {size(held)}"
 
 
 def _render_remedy(plan: MemoryPlan) -> list[RenderableType]:
     """Render the first change with which it fits, or the most rows at once if it fits already."""
     if plan.proposals:
-        first, *others = plan.proposals
-        more = f"; {len(others)} more: --verbose" if others else ""
+        first = plan.proposals[0]
         words = f"{', '.join(first.changes)}: {size(first.margin_bytes)} to spare"
         if first.host_ram_bytes_per_node > plan.host_ram_bytes_per_node + _MUCH_MAIN_MEMORY:
             words += f", {size(first.host_ram_bytes_per_node)} of main memory"
         return [
-            _label("Change", f"{words}. Price: {first.price}{more}"),
-            to_paste(f"        {first.flags}"),
-            *_render_for_the_run(first, 8),
+            _label("Try", f"{words}. Cost: {first.price}"),
+            to_paste(f"{' ' * 10}{first.flags}"),
+            *_render_for_the_run(first, 10),
         ]
     if plan.tried_without_success:
         tried = "; ".join(plan.tried_without_success)
-        return [_label("Change", f"nothing that was tried fits: {tried}")]
+        return [_label("Tried", f"none of these fits: {tried}")]
     return []
 
 
@@ -135,25 +135,25 @@ def details(plan: MemoryPlan) -> list[str]:
     if plan.capacity_bytes is None:
         lines.append(
             f"{size(plan.allocated_peak_bytes)} of tensors at the peak of {whose}, and up to"
-            f" {cached} of cached blocks, which a full card releases. Name a card with --gpu to"
-            " learn whether it fits"
+            f" {cached} of cached blocks, which a full card releases. To see whether it fits,"
+            " name a card with --gpu"
         )
     elif plan.fits_card:
         times = f", after releasing the whole cache {plan.num_flushes} times"
         lines.append(peak + times if plan.num_flushes else peak)
     else:
-        lines.append(f"On a card of unlimited memory: {peak}, {cached} of it cached blocks")
+        lines.append(f"On a card with unlimited memory: {peak}, {cached} of it cached blocks")
         lines += _weights_alone(plan)
         if plan.failed_request_bytes is not None:
             failed = f"{size(plan.failed_request_bytes)} for {plan.failed_request}"
-            lines.append(f"The allocator fails on {failed}")
+            lines.append(f"The allocation that fails: {failed}")
     if plan.smallest_card_bytes is not None:
-        fails = f"; on less it fails at {plan.fails_on_less}" if plan.fails_on_less else ""
-        lines.append(f"It completes on {size(plan.smallest_card_bytes)} or more{fails}")
+        fails = f"; a smaller one fails in {plan.fails_on_less}" if plan.fails_on_less else ""
+        lines.append(f"The smallest card that works has {size(plan.smallest_card_bytes)}{fails}")
     if (base := plan.streamed) is not None:
         lines.append(
-            f"The frozen base, {size(base.num_bytes)} in {base.num_layers} layers, is streamed:"
-            f" {base.resident_layers} of them are on the card. Each step copies"
+            f"The frozen base, {size(base.num_bytes)} in {base.num_layers} layers, is"
+            f" streamed: {base.resident_layers} of them stay on the card. Each step copies"
             f" {size(base.copied_bytes_per_step)} over the bus:"
             f" {describe_least_seconds(base.copy_seconds_per_step)}"
         )
@@ -165,7 +165,7 @@ def _weights_alone(plan: MemoryPlan) -> list[str]:
     loaded, room = plan.loaded_bytes, (plan.capacity_bytes or 0) - plan.context_bytes
     if plan.fits_card is not False or loaded is None or loaded <= room:
         return []
-    return [f"The weights alone take {size(loaded)}: fewer rows cannot help"]
+    return [f"The weights alone take {size(loaded)}: a smaller batch cannot help"]
 
 
 def moment_of(plan: MemoryPlan) -> str:
@@ -186,16 +186,16 @@ def _proposals(plan: MemoryPlan) -> list[Text]:
     """Render the changes with which it fits: the flags of each on one line, to be copied."""
     lines: list[Text] = []
     if plan.proposals:
-        rows = "the rows between optimizer steps stay the same"
-        lines.append(Text(f"These would fit; {rows}:", style="bold"))
+        rows = "the effective batch size stays the same"
+        lines.append(Text(f"These changes would fit; {rows}:", style="bold"))
     for each in plan.proposals:
         numbers = f"{size(plan.count_needed(each))}, {size(each.margin_bytes)} to spare"
         host = f", {size(each.host_ram_bytes_per_node)} of main memory"
         lines.append(Text(f"- {', '.join(each.changes)}: {numbers}{host}", style="green"))
-        lines += [Text(f"  Price: {each.price}"), to_paste(f"  {each.flags}")]
+        lines += [Text(f"  Cost: {each.price}"), to_paste(f"  {each.flags}")]
         lines += _render_for_the_run(each, 2)
     if plan.tried_without_success:
-        heading = "Too little" if plan.proposals else "Nothing that was tried fits"
+        heading = "Not enough" if plan.proposals else "None of these fits"
         lines.append(Text(f"{heading}: {'; '.join(plan.tried_without_success)}"))
     return lines
 
@@ -207,7 +207,7 @@ def host_verdict(plan: MemoryPlan) -> list[str]:
     if plan.host_capacity_bytes is None:
         return []
     left = size(plan.host_capacity_bytes - plan.host_bytes_per_node)
-    used = f"{size(plan.host_bytes_per_node)} on a machine, {left} to spare"
+    used = f"{size(plan.host_bytes_per_node)} per node, {left} to spare"
     return [f"Fits in {size(plan.host_capacity_bytes)} of main memory: {used}"]
 
 
@@ -215,16 +215,16 @@ def _figures(plan: MemoryPlan) -> Table:
     table = plain_table("", "a GPU")
     table.add_row("allocated (max_memory_allocated)", size(plan.allocated_peak_bytes))
     table.add_row("reserved (max_memory_reserved)", size(plan.reserved_peak_bytes))
-    table.add_row("nvidia-smi: reserved plus the context", size(plan.nvidia_smi_peak_bytes))
+    table.add_row("nvidia-smi: reserved plus context", size(plan.nvidia_smi_peak_bytes))
     tensors = size(plan.host_ram_bytes_per_node)
     never_resumed = size(peak_until_resume(plan.host_moments))
     if plan.host_moments and never_resumed != tensors:
         tensors = f"{never_resumed} ({tensors} when resuming)"
     if plan.host_pinned_bytes_per_node:
         tensors += f"; {size(plan.host_pinned_bytes_per_node)} pinned"
-    table.add_row("host RAM per node, for tensors", tensors)
+    table.add_row("CPU RAM per node, tensors", tensors)
     everything = size(plan.host_bytes_per_node)
-    table.add_row("host RAM per node, with Python and its libraries", everything)
+    table.add_row("CPU RAM per node, with Python and libraries", everything)
     trainable = f"{plan.num_trainable_parameters:,} of {plan.num_parameters:,}"
     table.add_row("trainable parameters", trainable)
     return table

@@ -22,13 +22,13 @@ def calibration_report(calibration: Calibration) -> RenderableType:
         numbers = (size(each.predicted_bytes), size(each.measured_bytes), f"{each.fraction:+.2%}")
         table.add_row(each.moment, each.counter, *numbers)
     lines = [
-        f"{size(calibration.context_bytes)} of the card was outside the allocator: the context,"
-        " NCCL, other processes",
+        f"{size(calibration.context_bytes)} of the card was in use outside the allocator: the"
+        " context, NCCL, other processes",
         *calibration.remarks,
     ]
     if calibration.kept_in is not None:
         lines.append(
-            "Later plans for this card use that size for the context. To undo this, delete"
+            "Later plans for this card use that context size. To undo this, delete"
             f" {calibration.kept_in}"
         )
     return Group(table, *map(Text, lines))
@@ -46,14 +46,14 @@ _HEADINGS = (
 
 
 _CRITERION = (
-    "Best is what has the most tokens in a forward pass of one card; among equals, without"
+    "Best means the most tokens per forward pass of one card; among equals, without"
     " checkpointing. Speed is not predicted"
 )
 
 
 def search_report(result: SearchResult) -> RenderableType:
     """Render the best settings and their flags, then the table, and its limits."""
-    rows = f"{result.effective_batch} rows between optimizer steps"
+    rows = f"{result.effective_batch} rows per optimizer step"
     cards = f" on {result.num_gpus} GPUs" if result.num_gpus > 1 else ""
     card = f"{result.gpu} ({size(result.capacity_bytes)})"
     parts: list[RenderableType] = []
@@ -63,7 +63,7 @@ def search_report(result: SearchResult) -> RenderableType:
     else:
         words = f"Nothing fits on {card}, not even the smallest micro-batch"
         parts.append(Text(words, style="bold red"))
-    heading = f"The largest micro-batch; {rows}{cards}, in every line"
+    heading = f"The largest micro-batch that fits, at {rows}{cards}"
     parts += [Text(heading, style="bold"), lines_table(result.lines, result.best)]
     if result.best is not None:
         parts.append(Text(_CRITERION))
@@ -98,7 +98,7 @@ def line_in_words(line: SearchLine) -> str:
     checkpointing = "with" if line.gradient_checkpointing else "without"
     begin = f"{checkpointing} checkpointing, {line.sequence_length} tokens"
     if not line.fits:
-        return f"{begin}: {size(-line.margin_bytes)} short with {line.micro_batch} row(s) at once"
+        return f"{begin}: {size(-line.margin_bytes)} short with a micro-batch of {line.micro_batch}"
     steps = f"{line.micro_batch} x {line.accumulation_steps} rows"
     return f"{begin}: {steps} fit, {size(line.margin_bytes)} to spare"
 

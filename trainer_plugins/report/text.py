@@ -37,7 +37,7 @@ def history_report(history: History, ending: Finding | None = None) -> Renderabl
     parts: list[RenderableType] = []
     num_runs = len(history.runs)
     if num_runs > 1:
-        parts.append(Text(f"{num_runs} runs wrote into this folder; the last one comes first"))
+        parts.append(Text(f"{num_runs} runs wrote to this folder; the last one comes first"))
     for number, run in reversed([*enumerate(history.runs, start=1)]):
         if num_runs > 1:
             parts.append(Text(f"\nRun {number} of {num_runs}: {describe_steps(run)}", style="bold"))
@@ -48,11 +48,11 @@ def history_report(history: History, ending: Finding | None = None) -> Renderabl
         parts += [*_failures(run, history), memory_report(run.timelines)]
         parts += [Text(printable(line)) for line in places_of(run)]
     if not history.runs:
-        parts.append(Text("The files have no entries"))
+        parts.append(Text("The files are empty"))
     for rank, num in history.num_passed_over.items():
         if num:
             lines = f"rank {rank}: skipped {num} {'line' if num == 1 else 'lines'}"
-            why = "cut off by a kill or a full disk, damaged, or of a later version"
+            why = "cut off by a kill or a full disk, damaged, or written by a later version"
             parts.append(Text(f"{lines}: {why}"))
     parts.append(Text("files: " + ", ".join(printable(path) for path in history.files.values())))
     return Group(*parts)
@@ -61,12 +61,12 @@ def history_report(history: History, ending: Finding | None = None) -> Renderabl
 def memory_report(timelines: Timelines) -> RenderableType:
     """Render the timelines of one run by rank: peak of each moment, releases, findings."""
     has_several = len(timelines) > 1
-    title = f"Memory: the peak of each moment{', on the fullest rank' if has_several else ''}"
+    title = f"Peak memory in each moment{', on the fullest rank' if has_several else ''}"
     table = Table(title=title, title_justify="left", box=SIMPLE)
     for column in ("rank", "moment", "device"):
         table.add_column(column)
     numbers = ("readings", "peak", "full", "total", "reserved")
-    for column in (*numbers, "the least full rank") if has_several else numbers:
+    for column in (*numbers, "least full rank") if has_several else numbers:
         table.add_column(column, justify="right")
     for each in peaks(timelines):
         cells = [
@@ -105,14 +105,14 @@ def _failures(run: Run, history: History) -> list[Text]:
     ]
     if any(failure.record for _, failure in failures):
         folder = output_dir_of(next(iter(history.files.values())).parent.parent)
-        lines.append(Text(f"Type: trainer-plugins explain {quote(printable(folder))}"))
+        lines.append(Text(f"To see why: trainer-plugins explain {quote(printable(folder))}"))
     return lines
 
 
 def _releases(timelines: Timelines) -> Text:
     given, who = releases(timelines), ranks_in_words([*timelines])
     if not given.num:
-        return Text(f"{who}: no cached memory was released")
+        return Text(f"{who}: no cached memory released")
     longest = " on the slowest rank" if len(timelines) > 1 else ""
     took = f"took {given.seconds * 1000:.1f} ms{longest}"
     return Text(f"{who}: {given.num} releases freed {size(given.released_bytes)} and {took}")
@@ -138,10 +138,10 @@ def _endless(run: Run, is_last: bool) -> list[Text]:
     """Name the ranks whose timeline has neither an end nor an error."""
     if not run.silent_ranks:
         return []
-    why = "it still runs" if is_last else "its process was killed, or its disk was full"
+    why = "it is still running" if is_last else "the process was killed, or its disk was full"
     return [
         Text(
-            f"{ranks_in_words(run.silent_ranks)}: the timeline has no end of training: {why}",
+            f"{ranks_in_words(run.silent_ranks)}: the timeline does not end: {why}",
             "yellow",
         )
     ]

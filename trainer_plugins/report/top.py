@@ -153,7 +153,7 @@ class TopPage:
             assert first.failure is not None
             news = [Text(printable(f"rank {first.rank}: {first.failure.words}"), "red")]
             if first.failure.record:
-                news.append(Text(f"Type: trainer-plugins explain {quote(printable(self.run_dir))}"))
+                news.append(Text(f"Why: trainer-plugins explain {quote(printable(self.run_dir))}"))
             return news
         remarks = [(line.rank, line.remark) for line in self.ranks if line.remark]
         if not remarks:

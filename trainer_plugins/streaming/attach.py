@@ -65,7 +65,7 @@ def refusals(
 def model_refusals(model: nn.Module, resident_layers: int) -> Iterator[str]:
     """Yield every reason why the base of a model cannot be streamed in any run."""
     if stream_of(model) is not None:
-        yield "its base is streamed already"
+        yield "its base is already streamed"
         return
     if any(one.device.type == "meta" for one in model.parameters()):
         yield "the model has weights on the meta device, which have no values yet"
@@ -114,7 +114,7 @@ def report_begin(stream: Stream, why: str = "") -> Finding:
         f" main memory; {stream.resident_layers} of them are on the card",
         evidence=f"{f'{why}; ' if why else ''}a micro-batch copies {size(2 * once)} over the bus,"
         f" an evaluation batch {size(once)}",
-        remedy="The results are the same, and it takes longer. Rows of a micro-batch share a copy:"
+        remedy="The results are the same, but it takes longer. Rows of a micro-batch share a copy:"
         " prefer them to gradient accumulation.",
         amount=float(stream.num_bytes),
         data={"base_bytes": stream.num_bytes, "bytes_a_micro_batch": 2 * once},
@@ -124,13 +124,13 @@ def report_begin(stream: Stream, why: str = "") -> Finding:
 def _find_refusals(trainer: Trainer, allow_generation: bool) -> Iterator[str]:
     args = trainer.args
     if args.device.type == "cpu":
-        yield "training runs on the CPU: there is no card to save memory on"
+        yield "training runs on the CPU: there is no GPU memory to save"
     if trainer.is_deepspeed_enabled:
         yield "DeepSpeed places the weights itself: ZeRO-3 has offload_param for this"
     if trainer.is_fsdp_enabled:
         yield "FSDP places the weights itself: it has cpu_offload for this"
     if args.n_gpu > 1:
-        yield f"nn.DataParallel copies the model to {args.n_gpu} cards: start one process a card"
+        yield f"nn.DataParallel copies the model to {args.n_gpu} cards: start one process per card"
     if args.torch_compile or will_be_compiled():
         yield "torch.compile reads weights where they were when it compiled: turn it off"
     generates = getattr(args, "predict_with_generate", False) or hasattr(
@@ -138,6 +138,6 @@ def _find_refusals(trainer: Trainer, allow_generation: bool) -> Iterator[str]:
     )
     if generates and not allow_generation:
         yield (
-            "this run generates, which copies the full base for each token: pass"
-            " allow_generation=True to accept that"
+            "this run generates, which copies the full base for each token: accept that with"
+            " allow_generation=True"
         )

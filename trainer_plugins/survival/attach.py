@@ -146,11 +146,11 @@ def check_options(
 ) -> None:
     """Check the options of `survive_oom`. Raises ValueError for a bad one."""
     if min_micro_batch < 1:
-        raise ValueError(f"min_micro_batch counts examples, 1 or more, got {min_micro_batch}")
+        raise ValueError(f"min_micro_batch is a number from 1 on, got {min_micro_batch}")
     if rows_at_once < 0:
-        raise ValueError(f"rows_at_once counts rows, 0 for as many as fit, got {rows_at_once}")
+        raise ValueError(f"rows_at_once is 0 (as many as fit) or more, got {rows_at_once}")
     if isinstance(ladder, str) or not {*ladder} <= {*RUNGS, STREAM}:
-        raise ValueError(f"ladder is a tuple of names out of {(*RUNGS, STREAM)}, got {ladder!r}")
+        raise ValueError(f"ladder is a tuple of names from {(*RUNGS, STREAM)}, got {ladder!r}")
     if on_refusal not in ("error", "warn"):
         raise ValueError(f"on_refusal is 'error' or 'warn', got {on_refusal!r}")
 
@@ -222,8 +222,8 @@ def _instead_of_the_finder(train: Method) -> Method:
         if callback_of(self, SurvivalMemo) is None:  # it cannot help, and has logged why
             return train(self, *args, **kwargs)
         logger.warning(
-            "survival takes the place of auto_find_batch_size in this training: a micro-batch that"
-            " does not fit is divided, and batch, steps and schedule stay"
+            "survival replaces auto_find_batch_size in this training: it splits a micro-batch"
+            " that does not fit, and keeps batch, steps and schedule"
         )
         with Patches() as patches:
             patches.set(self.args, "auto_find_batch_size", False)

@@ -93,7 +93,7 @@ class DividedCompletions:
         return scored
 
     def _say(self, what: str, num: int, failures: list[DidNotFit], so: str) -> None:
-        summary = f"{what} did not fit at once, and were divided into {num} parts: {so}"
+        summary = f"{what} did not fit at once, and were computed in {num} parts: {so}"
         self._attached.say(
             report_in_parts(summary, failures, "the loss that follows is divided by itself.")
         )

@@ -124,8 +124,8 @@ def say_survived(trainer: HfTrainer, what: str, failures: list[DidNotFit], nums:
     finding = report_in_parts(
         f"an evaluation batch of {what} did not fit, and was computed in {len(nums)} parts",
         failures,
-        "loss and outputs are those of the undivided batch. "
-        f"To avoid the failed attempts, set {smaller}.",
+        "Loss and outputs are those of the whole batch. To avoid the failed attempts, set"
+        f" {smaller}.",
     )
     memo_of(trainer).remark(trainer.args, trainer.state.global_step, finding)
 
@@ -286,7 +286,7 @@ class Evaluation:
         """Return the outputs that the Trainer keeps: no caches, and none for a mere loss."""
         if not isinstance(outputs, dict):
             raise IndivisibleError(
-                f"its model returns a {type(outputs).__name__}, in which nothing has a name"
+                f"its model returns a {type(outputs).__name__} without names for its outputs"
             )
         if not self._are_outputs_wanted:
             return type(outputs)()

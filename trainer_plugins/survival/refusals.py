@@ -44,7 +44,7 @@ def _parallel(trainer: HfTrainer) -> Iterator[str]:
     yield from kind_of(trainer).refusals(trainer)
     if trainer.args.n_gpu > 1:
         num = trainer.args.n_gpu
-        yield f"nn.DataParallel over {num} cards is not supported: start one process a card"
+        yield f"nn.DataParallel over {num} cards is not supported: start one process per card"
     if trainer.is_model_parallel:
         yield "a model spread over several cards is not supported yet"
     tp_size = getattr(trainer.model, "_tp_size", None)
@@ -90,8 +90,9 @@ def _step_without_compute_loss(trainer: HfTrainer) -> Iterator[str]:
         owner = next(c for c in type(trainer).__mro__ if "training_step" in vars(c))
         name = f"{owner.__name__}.training_step"
         yield (
-            f"{name} never calls compute_loss: no part of its own loss can be computed alone; a "
-            "step that calls compute_loss and accelerator.backward, as GRPO's, can be divided"
+            f"{name} never calls compute_loss, so no part of its loss can be computed alone;"
+            " survival can split a step that calls compute_loss and accelerator.backward, as"
+            " GRPO's does"
         )
 
 
@@ -119,8 +120,8 @@ def _names_in(kind: type, method: str) -> set[str]:
 def _rivals(trainer: HfTrainer) -> Iterator[str]:
     if trainer.args.auto_find_batch_size and trainer.is_in_train:
         yield (
-            "auto_find_batch_size is at work already, and restarts training after an OOM: call"
-            " survive_oom before train(), or give SurviveOOM to the Trainer before"
+            "auto_find_batch_size is already active, and restarts training after an OOM: call"
+            " survive_oom before train(), or pass SurviveOOM to the Trainer before"
         )
     if getattr(trainer.args, "activation_offloading", False):
         yield "activation_offloading counts tensors, and a failed attempt upsets the count"

@@ -142,8 +142,8 @@ class TrainingRun:
         layout = find_layout(self.attached.family.layouts, inputs)
         if isinstance(layout, Packed) and self.attached.trainer.neftune_noise_alpha:
             raise IndivisibleError(
-                "neftune_noise_alpha makes its noise smaller the longer a packed row is, so pieces "
-                "would get more of it"
+                "neftune_noise_alpha scales its noise down with the length of a packed row,"
+                " so pieces would get more noise"
             )
         return layout
 

@@ -51,8 +51,8 @@ class Story:
             evidence=f"a rehearsal, an earlier failure or rows_at_once set the limit, {limit}"
             + self._describe_compiled()
             + self._describe_vouched(),
-            remedy=f"{UNCHANGED} A step takes as long as with the smaller micro-batch. "
-            "memory/divided_micro_batches in the logs counts them.",
+            remedy=f"{UNCHANGED} A step takes as long as with the smaller micro-batch. The logs"
+            " count split micro-batches as memory/divided_micro_batches.",
             amount=float(len(self.pieces)),
         )
 
@@ -90,7 +90,7 @@ class Story:
 
     def _name_failure(self) -> str:
         if not self.failures[0].is_here:
-            return "what another rank computed did not fit"
+            return "the part that another rank computed did not fit"
         return f"{self.tried} did not fit in the {self.phase} pass"
 
     def _pieces(self) -> str:
@@ -123,7 +123,7 @@ def suggest_else(*, is_divisible: bool, is_checkpointing: bool) -> str:
     if not is_checkpointing:
         ways.append(advice.CHECKPOINTING.flag(Door.ARGUMENTS))
     ways += ["shorter sequences", "fewer trainable parameters", "a larger card"]
-    return f"What is left: {', '.join(ways)}."
+    return f"Remaining options: {', '.join(ways)}."
 
 
 def _num_failed(failures: list[DidNotFit]) -> str:
@@ -135,9 +135,9 @@ def report_not_attached(reasons: list[str]) -> Finding:
     return Finding.warning(
         code="out-of-memory-refused",
         summary=f"survive_oom does nothing in this run: {'; '.join(reasons)}",
-        evidence="seen in the Trainer, its model and its arguments, before anything was computed",
-        remedy="Change what is named, or remove survive_oom. docs/survival.md lists what is "
-        "supported.",
+        evidence="found in the Trainer, its model and its arguments before the first step",
+        remedy="Change the named setting, or remove survive_oom. docs/survival.md lists what is"
+        " supported.",
     )
 
 
@@ -157,10 +157,8 @@ def thrashing(limit: float) -> Finding:
     """Report an allocator that emptied its cache in two consecutive steps, and the new limit."""
     return Finding.warning(
         code="allocator-thrashing",
-        summary=f"micro-batches of more than {limit:.0f} tokens (rows x padded length) are divided "
-        "from now on",
-        evidence="the allocator emptied its cache and tried again in two steps in a row, and "
-        "waited for the card",
+        summary=f"micro-batches above {limit:.0f} tokens (rows x padded length) are now split",
+        evidence="two steps in a row waited for the card while the allocator emptied its cache",
         remedy=f"No action needed. To leave the allocator more room, {SMALLER_MICRO_BATCH}, or "
         f"launch with {advice.EXPORT_SETTINGS.flag(Door.SHELL)}.",
     )
@@ -171,11 +169,11 @@ def report_doubt(first: int, last: int, why: str) -> Finding:
     steps = f"step {first}" if last <= first else f"steps {first} to {last}"
     return Finding.error(
         code="gradients-in-doubt",
-        summary="micro-batches are no longer divided, and the gradients of those that were divided "
-        f"in {steps} are in doubt",
+        summary=f"micro-batches are no longer split, and the gradients of those split in {steps}"
+        " may be wrong",
         evidence=why,
-        remedy="The loss of this run cannot be divided: resume from a checkpoint before step "
-        f"{first} without survive_oom, and {SMALLER_MICRO_BATCH}.",
+        remedy=f"The loss of this run cannot be split: resume from a checkpoint before step {first}"
+        f" without survive_oom, and {SMALLER_MICRO_BATCH}.",
     )
 
 

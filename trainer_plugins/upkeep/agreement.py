@@ -75,9 +75,9 @@ class Agreement:
         except RuntimeError as error:  # includes dist.DistError and gloo's time-outs
             self._broken = True
             logger.warning(
-                "the ranks could not agree within %.0f s (ddp_timeout): from now on this run does"
-                " nothing that needs all of them, no release and no stop. Look at the log of the"
-                " rank that ended or hangs (%s)",
+                "the ranks could not agree within %.0f s (ddp_timeout): from now on this run"
+                " does nothing that needs all ranks, no release and no stop. Look at the log"
+                " of the rank that ended or hangs (%s)",
                 self.timeout.total_seconds(),
                 str(error).splitlines()[0],
             )

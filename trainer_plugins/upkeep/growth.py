@@ -187,7 +187,7 @@ class GrowthTeller:
                 more = len(grown) - self._lengths[id(grown)]
                 place = _place(holder)
                 what = f"{len(grown)} x {type(_items(grown)[-1]).__name__} in {place}"
-                cure = f"Bound what {place} keeps, or empty it: `{_name(place)}.clear()`."
+                cure = f"Limit {place}, or empty it: `{_name(place)}.clear()`."
                 return _Named(f"{what}, {since(len(grown), more / LOOKS_TO_NAME)}", cure)
         return _Named()
 
@@ -254,7 +254,7 @@ def _describe(
     graph = ", each with its graph," if kind.has_graph else ""
     grew = f"{alive} x {what}{graph} held by {place}, {since(alive, a_step)}"
     if "a local of" in place:
-        cure = f"Keep an error's words, for its frames hold tensors: `{name}` of `str(error)`."
+        cure = f"Keep an error's text, for its frames hold tensors: `{name}` of `str(error)`."
     elif kind.has_graph:
         kept = "tensor.detach().cpu()" if kind.num_dimensions else "loss.item()"
         cure = f"Keep it without its graph: `{name}.append({kept})`."
@@ -266,7 +266,7 @@ def _describe(
 def _since(alive: int, a_step: float, step: int, unit: str) -> str:
     if unit != "step":
         return f"{a_step:g} more with each {unit}"
-    return f"{a_step:g} more a step since about step {max(0, round(step - alive / a_step))}"
+    return f"{a_step:g} more per step since about step {max(0, round(step - alive / a_step))}"
 
 
 def _place(holder: str) -> str:

@@ -54,7 +54,7 @@ def leftover(
         " before",
         evidence="; ".join(f"{size(h.num_bytes)} {list(h.shape)} held by {h.holder}" for h in held)
         or "no holder found",
-        remedy="Clear what holds it when the evaluation ends, or move it off the card with .cpu().",
+        remedy="Clear its holder when the evaluation ends, or move it off the card with .cpu().",
         amount=float(grown_bytes),
     )
 

@@ -41,11 +41,11 @@ def judge_kept(
     need = batch_bytes * num_batches * (2 if are_joined else 1)
     if need <= ROOM * free_bytes:
         return None
-    joined = "; joining them holds the old array and the new one" if are_joined else ""
+    joined = "; joining them briefly holds the old and the new array" if are_joined else ""
     return Finding(
         code="evaluation-gathers-logits",
         severity=Severity.ERROR if need > free_bytes else Severity.WARNING,
-        summary=f"an evaluation keeps its outputs until its end: {size(need)}, and"
+        summary=f"an evaluation keeps its outputs until it ends: {size(need)}, but"
         f" {size(free_bytes)} of {place} is free",
         evidence=f"{num_batches:,} batches of {size(batch_bytes)}{joined}",
         remedy=f"If metrics need no logits, pass {advice.EVALUATION_GUARD.flag(Door.CODE)}; if they"
@@ -99,7 +99,7 @@ def explain_no_argmax(metrics: Metrics, outputs: object, labels: object) -> str:
         return f"compute_metrics raises {type(error).__name__}: {error}"
     if _are_same(of_logits, of_argmax):
         return ""
-    return f"compute_metrics gives {of_argmax}, and not {of_logits}"
+    return f"compute_metrics returns {of_argmax}, not {of_logits}"
 
 
 def metrics_of_argmax(metrics: Metrics, num_classes: int) -> Metrics:

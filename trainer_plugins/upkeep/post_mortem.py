@@ -88,7 +88,7 @@ def record_oom(error: BaseException, found: OutOfMemory, scene: Scene) -> str:
         path = write_new(scene.folder, f"oom-rank{scene.run.rank}", asdict(record))
     except OSError as failed:
         why = failed.strerror or failed
-        _print(f"the out-of-memory record cannot be written to {scene.folder}: {why}")
+        _print(f"the out-of-memory record could not be written to {scene.folder}: {why}")
         return ""
     command = f"trainer-plugins explain {shlex.quote(str(scene.folder))}"
     _print(f"{record.words}: see {path}, or {command}")

@@ -15,8 +15,8 @@ def against_fragmentation(is_expandable: bool) -> str:
     padding = advice.PAD_TO_FEW_LENGTHS.flag(Door.ARGUMENTS)
     if is_expandable:
         return (
-            f"Pad to a few lengths ({padding}), so that freed blocks fit again; segments are"
-            " expandable already."
+            f"Pad to a few lengths ({padding}), so that freed blocks can be reused; segments"
+            " are already expandable."
         )
     setting = advice.EXPANDABLE_SEGMENTS.flag(Door.ENVIRONMENT)
     return f"Set {setting}, alone, before the launch, or pad to a few lengths ({padding})."

@@ -64,24 +64,24 @@ class Growth:
 
 KINDS = {
     "tensors": (
-        "live tensors rise",
-        f"Keep numbers ({advice.KEEP_NUMBERS.flag(Door.CODE)}). Look for what is kept from step to"
-        " step: losses or outputs appended to a list, hooks that store activations.",
+        "live tensors grow",
+        f"Keep numbers ({advice.KEEP_NUMBERS.flag(Door.CODE)}). Look for tensors kept from"
+        " step to step: losses or outputs appended to a list, hooks that store activations.",
     ),
-    "cache": ("reserved but unused memory rises", ""),
+    "cache": ("reserved but unused memory grows", ""),
     "non_torch": (
-        "memory outside torch rises",
-        "A library takes it (NCCL communicators, CUDA graphs, a second context): look for what is"
-        " created in every step.",
+        "memory outside torch grows",
+        "A library takes it (NCCL communicators, CUDA graphs, a second context): look for"
+        " objects created in every step.",
     ),
     "host": (
-        "main memory of this process rises",
-        "Look at the dataset and the callbacks: lists that grow, caches.",
+        "main memory of this process grows",
+        "Look at the dataset and the callbacks: growing lists, caches.",
     ),
     "workers": (
-        "main memory of the dataloader's workers rises",
-        "Look at the dataset: caches that each worker fills, Python objects of which each makes a"
-        " copy.",
+        "main memory of the dataloader workers grows",
+        "Look at the dataset: caches that each worker fills, Python objects that each worker"
+        " copies.",
     ),
 }  # by the field of `Footprint`: a description of the rise, and the remedy
 
@@ -158,8 +158,8 @@ def leaks(
         leak = Finding(
             code=f"leak-{growth.kind.replace('_', '-')}",
             severity=Severity.ERROR if is_urgent else Severity.WARNING,
-            summary=f"{what} step by step: {end} in about {growth.steps_left} steps",
-            evidence=f"{size(growth.bytes_a_step)} a step, {size(growth.risen_bytes)} from step"
+            summary=f"{what} in each step: {end} in about {growth.steps_left} steps",
+            evidence=f"{size(growth.bytes_a_step)} per step, {size(growth.risen_bytes)} from step"
             f" {window[0].step} to {window[-1].step}{why}",
             remedy=remedy,
             amount=_nearness(growth.steps_left),

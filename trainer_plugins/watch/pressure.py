@@ -41,7 +41,7 @@ _REMEDIES = {
     f" {advice.OUTPUTS_TO_MAIN_MEMORY.flag(Door.ARGUMENTS, steps=1)}, or, if metrics need no"
     f" logits, pass {advice.EVALUATION_GUARD.flag(Door.CODE)}.",
     "generate": f"To lower this peak, {_SMALLER_EVAL_BATCH} (in TRL's online trainers, the training"
-    " batch), or the number of generated tokens: the cache of keys and values grows with both.",
+    " batch), or the number of generated tokens: the KV cache grows with both.",
     "save": f"To lower this peak, set {advice.SAVE_ONLY_MODEL.flag(Door.ARGUMENTS)}, or save a"
     f" sharded state dict ({advice.SHARDED_SAVE.flag(Door.ACCELERATE)}), so that no rank gathers"
     " the full model.",
@@ -121,10 +121,9 @@ def judge_shared_memory(facts: HostFacts) -> Finding | None:
     larger = advice.LARGER_SHM.flag(Door.SHELL, size=f"{max(16, 2 * total_bytes // GIB)}g")
     return Finding.warning(
         code="shared-memory-full",
-        summary="/dev/shm is nearly full; when it is full, dataloader workers die of a bus error",
+        summary="/dev/shm is nearly full; once it is full, dataloader workers die with a bus error",
         evidence=f"{size(free_bytes)} free of {size(total_bytes)}",
-        remedy=f"To need less of it, {_FEWER_WORKERS}. To have more, restart the container:"
-        f" {larger}",
+        remedy=f"To use less of it, {_FEWER_WORKERS}. To get more, restart the container: {larger}",
         amount=float(total_bytes - free_bytes),
         data={"free_bytes": free_bytes, "total_bytes": total_bytes},
     )

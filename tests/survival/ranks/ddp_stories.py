@@ -419,9 +419,9 @@ GATHERS = "gather_across_devices"
 REFUSED = {
     GATHERS: "GatheringRanking with gather_across_devices compares rows of all ranks",
     "static_graph": "DDP with static_graph repeats its first backward pass",
-    "gradient_as_bucket_view": "DDP with gradient_as_bucket_view does not tell which gradients are final",
-    "comm_hook": "a communication hook of DDP may not fit itself",
-    "comm_hook, late": "a communication hook of DDP may not fit itself",
+    "gradient_as_bucket_view": "DDP with gradient_as_bucket_view does not show which gradients are final",
+    "comm_hook": "a DDP communication hook may run out of memory itself",
+    "comm_hook, late": "a DDP communication hook may run out of memory itself",
 }
 
 if __name__ == "__main__":

@@ -170,7 +170,7 @@ def test_what_fails_all_the_same_stops_every_rank(ranks) -> None:
     assert codes == [1, 1]
     assert said[0].count("rank 0 stops") == 1
     assert (
-        f"rank 0 stops, because rank 1 cannot go on: a backward pass of ZeRO cannot be repeated, {why}"
+        f"rank 0 stops, because rank 1 cannot continue: a backward pass of ZeRO cannot be repeated, {why}"
         in said[0]
     )
     (entry,) = [

@@ -55,8 +55,8 @@ def _judge_error(case: Case) -> Cause | None:
     if host is None or not is_off_card:
         return found
     main_memory = case.says(
-        "main memory had {host_free_bytes} free of {host_total_bytes}, /dev/shm {shm_free_bytes} of"
-        " {shm_total_bytes}",
+        "main memory had {host_free_bytes} free of {host_total_bytes}, and /dev/shm"
+        " {shm_free_bytes} free of {shm_total_bytes}",
         host_free_bytes=host.free_bytes,
         host_total_bytes=host.total_bytes,
         shm_free_bytes=host.shm_free_bytes,
@@ -74,17 +74,17 @@ def judge_words(case: Case) -> tuple[Cause, ...]:
 def _judge_moment(case: Case) -> Cause | None:
     moment, where = case.record.moment, f"it happened in {case.record.where}"
     if moment == "resume":
-        asked = "{requested_bytes} were asked for, with {allocated_bytes} in tensors"
+        asked = "the request was {requested_bytes}, with {allocated_bytes} in tensors"
         return cause("resume-load", f"{where}, before training went on", case.says(asked))
     if moment == "save":
         return cause(
-            "save-gather", case.says("it happened in {where}; {requested_bytes} were asked for")
+            "save-gather", case.says("it happened in {where}; the request was {requested_bytes}")
         )
     if moment == "generate":
         kept = "it happened in {where}; training keeps {kept_by_training_bytes} on the card"
         return cause("generate-cache", case.says(kept))
     if moment == "begin" and case.record.call == "train":
-        held = "no step had begun; {allocated_bytes} of {capacity_bytes} were in tensors"
+        held = "no step had begun; tensors held {allocated_bytes} of {capacity_bytes}"
         return cause("load-too-large", case.says(held), grade="likely")
     return None
 
@@ -98,7 +98,7 @@ def _evaluation(case: Case) -> Cause | None:
         return cause(
             "eval-metrics",
             case.says(
-                "{requested_bytes} were asked for in {place}",
+                "the request was {requested_bytes}, in {place}",
                 place=f"{last.function} ({last.file}, line {last.line})",
             ),
         )
@@ -107,7 +107,7 @@ def _evaluation(case: Case) -> Cause | None:
     if kept or is_collecting:
         return cause(
             "eval-logits",
-            case.says("{kept_bytes} of earlier batches were alive", kept_bytes=kept)
+            case.says("outputs of earlier batches held {kept_bytes}", kept_bytes=kept)
             if kept
             else "",
             f"it was collecting them in {record.where}" if is_collecting else "",
@@ -147,8 +147,8 @@ def _leak(case: Case) -> Cause | None:
         ),
         *([f"MemoryWatchdog noted {noted.evidence}. {noted.remedy}"] if noted else []),
         *(f"{what} held by {holder}" for what, holder in case.kept_tensors[:2]),
-        summary=f"live memory has risen from step to step since step {steps[0][0]}: something is"
-        " kept",
+        summary=f"live memory has risen from step to step since step {steps[0][0]}: something keeps"
+        " tensors",
         grade="certain" if noted else "likely",
     )
 
@@ -159,19 +159,18 @@ def _optimizer(case: Case) -> Cause | None:
     is_temporary = case.text.find_call("multi_tensor") is not None
     return cause(
         "optimizer-state",
-        "it was the first step of the run, in which the states are made"
+        "it was the first step of the run, which creates the states"
         if case.is_first_step
         else f"it happened in {case.record.where}",
         case.says(
-            "{parameter_bytes} of parameters, {gradient_bytes} of gradients, {states_bytes} of"
-            " states were there",
+            "parameters held {parameter_bytes}, gradients {gradient_bytes}, states {states_bytes}",
             parameter_bytes=case.category("parameter"),
             gradient_bytes=case.category("gradient"),
             states_bytes=case.category("optimizer"),
         ),
         summary="the optimizer's temporaries, as large as the weights, do not fit"
         if is_temporary
-        else "the optimizer's states do not fit",
+        else "the optimizer states do not fit",
     )
 
 
@@ -180,7 +179,7 @@ def _zero3(case: Case) -> Cause | None:
         return None
     return cause(
         "zero3-gather",
-        case.says("it happened in {where}; {requested_bytes} were asked for"),
+        case.says("it happened in {where}; the request was {requested_bytes}"),
         grade="likely",
     )
 
@@ -261,8 +260,8 @@ def _long_sample(case: Case) -> Cause | None:
             f" least {{needed_bytes}}{_SHAPE if case.tokens else ''}",
             needed_bytes=needed,
         ),
-        "what stays from step to step has not grown",
-        summary="this batch needed more than any before it: a long sample, or many at once",
+        "memory kept from step to step has not grown",
+        summary="this batch needed more memory than any before it: a long sample, or many at once",
         grade="likely",
     )
 
@@ -273,8 +272,8 @@ def _capacity(case: Case) -> Cause:
         "capacity",
         case.says("this process may use only {limit_bytes} of {capacity_bytes}") if limit else "",
         case.says(
-            "{requested_bytes} more were asked for in {where}; {allocated_bytes} of"
-            " {capacity_bytes} were in tensors, {free_bytes} free"
+            "{where} asked for {requested_bytes} more; tensors held {allocated_bytes} of"
+            " {capacity_bytes}, and {free_bytes} were free"
         ),
         case.says(
             "{kept_by_training_bytes} are weights, gradients and states, {of_the_batch_bytes} the"
@@ -286,7 +285,7 @@ def _capacity(case: Case) -> Cause:
         if case.unused_bytes < FRAGMENTED_FRACTION * case.total_bytes
         else "",
         grade="likely" if is_counted else "possible",
-        doubt="" if is_counted else "what was alive could not be counted",
+        doubt="" if is_counted else "live tensors could not be counted",
         kept_by_training_bytes=case.fixed_bytes,
         of_the_batch_bytes=case.live_bytes - case.fixed_bytes,
     )
@@ -312,7 +311,7 @@ def _other_processes(case: Case) -> Cause | None:
             " this run and {free_bytes} free",
         ),
         ", ".join(names),
-        case.says("without it the {requested_bytes} that were refused would have fitted"),
+        case.says("without it the refused {requested_bytes} would have fitted"),
         grade="certain" if listed and case.record.run.world_size == 1 else "likely",
     )
 

@@ -38,7 +38,7 @@ def _report_no_room(run: Run) -> Finding:
     silent = run.silent_ranks
     return Finding.warning(
         code="timeline-cut-off",
-        summary=f"how the run ended is unknown: the disk had no room for the last entries of"
+        summary="how the run ended is unknown: the disk was too full for the last entries of"
         f" {_names(run, silent)}",
         evidence="; ".join(_evidence(run, silent)),
         remedy="Look at the end of its log, and free some space in output_dir before the next run.",
@@ -57,8 +57,8 @@ def _cut_off(run: Run, facts: RunFacts | None, here: Place, silent: list[int]) -
             )
             return Finding.error(
                 code="host-oom-kill",
-                summary="the run was killed, and the kernel has killed for main memory since it"
-                " began",
+                summary="the run was killed, and the kernel has killed for lack of main memory"
+                " since",
                 evidence="; ".join(evidence),
                 remedy="Raise the container's memory limit,"
                 f" {advice.FEWER_WORKERS.flag(Door.ARGUMENTS)}, or offload less.",
@@ -70,9 +70,9 @@ def _cut_off(run: Run, facts: RunFacts | None, here: Place, silent: list[int]) -
     return Finding.warning(
         code="run-cut-off",
         summary=f"{who} ended without a word: killed by a signal (preemption, scancel, the kernel),"
-        " or it runs on another machine",
+        " or still running on another machine",
         evidence="; ".join(evidence),
-        remedy="Look for its exit code where it was launched (143 is SIGTERM, 137 SIGKILL), and for"
+        remedy="Look for its exit code where you launched it (143 is SIGTERM, 137 SIGKILL), and for"
         " preemption or oom-kill in the scheduler's record (sacct, kubectl describe pod) or dmesg.",
     )
 

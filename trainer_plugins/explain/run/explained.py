@@ -49,8 +49,8 @@ def explain_run(folder: Path, predicts: bool = False) -> Explanation:
             refuse_damaged_records(folder)
     if not records and not facts and history is None:
         raise ValueError(
-            f"{printable(folder)} has no run.json, no oom-rank*.json and no memory/rank-*.jsonl"
-            " that can be read: give the output_dir of a run that had OOMReporter"
+            f"{printable(folder)} has no readable run.json, oom-rank*.json or"
+            " memory/rank-*.jsonl: give the output_dir of a run that had OOMReporter"
         )
     last_seconds = records[-1].time_seconds if records else float("inf")
     begun_later = [each for each in facts if each.time_seconds > last_seconds]
@@ -59,7 +59,7 @@ def explain_run(folder: Path, predicts: bool = False) -> Explanation:
         if found is not None:
             return found
     if not records:
-        nothing = ("no run of this folder has noted that it ran out of memory",)
+        nothing = ("no run in this folder has recorded an OOM",)
         return Explanation(subject=printable(folder), causes=(), remedies=(), facts=nothing)
     return _explain(folder, _select_run(records[-1], records), history, begun_later, predicts)
 
@@ -99,7 +99,7 @@ def _explain(
     causes = (*by_words, *causes)
     helps = (*of_text.remedies_of(by_words, case.text), *remedies_of(causes, case))
     remedies = {each.do: each for each in helps}
-    later = [f"{len(begun_later)} later run(s) into this folder left no such record"]
+    later = [f"{len(begun_later)} later run(s) in this folder left no such record"]
     numbers = _numbers(case)
     found = Explanation(
         subject=printable(folder),
@@ -180,7 +180,7 @@ def _facts(case: Case) -> tuple[str, ...]:
         found.append(
             f"{run.card or run.device}: {size(case.total_bytes)}, of which {size(case.live_bytes)}"
             f" in tensors, {size(case.unused_bytes)} unused by the allocator,"
-            f" {size(case.free_bytes)} free; asked for {size(case.asked_bytes)}"
+            f" {size(case.free_bytes)} free; the request was {size(case.asked_bytes)}"
         )
     if record.alive is not None:
         parts = sorted(record.alive.category_bytes.items(), key=lambda pair: -pair[1])
@@ -206,11 +206,11 @@ def _facts(case: Case) -> tuple[str, ...]:
 
 
 def _describe_plan(plan: Planned) -> str:
-    verdict = {True: "it fits", False: "it does not fit", None: "no card was named"}[plan.fits]
+    verdict = {True: "it fits", False: "does not fit", None: "no card was named"}[plan.fits]
     of_card = f" of {size(plan.capacity_bytes)}" if plan.capacity_bytes is not None else ""
     return (
-        f"{plan.source} had predicted {size(plan.nvidia_smi_peak_bytes)}{of_card} at its peak, in"
-        f" {plan.moment}: {verdict}"
+        f"{plan.source} had predicted a peak of {size(plan.nvidia_smi_peak_bytes)}{of_card},"
+        f" in {plan.moment}: {verdict}"
     )
 
 
@@ -227,7 +227,7 @@ def _ranks(records: Sequence[OomRecord], history: History | None) -> tuple[str, 
         if rank not in failed:
             last = entries[-1]
             words = f": {last.words}" if isinstance(last, Failure) else ""
-            found.append(f"rank {rank} only waited, after step {last.step}{words}")
+            found.append(f"rank {rank} was only waiting, after step {last.step}{words}")
     if run.missing_ranks:
         found.append(missing_in_words(run))
     return tuple(printable(each) for each in found)
@@ -235,9 +235,10 @@ def _ranks(records: Sequence[OomRecord], history: History | None) -> tuple[str, 
 
 def _unknown(case: Case) -> tuple[str, ...]:
     missing = {
-        "whether memory had risen before: no step before it was read": not case.samples,
-        "what was alive: it could not be counted": case.record.alive is None,
-        "who else was on the card: the driver does not list it": case.record.processes is None,
+        "whether memory had risen before: no earlier step was recorded": not case.samples,
+        "which tensors were alive: they could not be counted": case.record.alive is None,
+        "which other processes used the card: the driver does not list them": case.record.processes
+        is None,
     }
     return tuple(filter(missing.get, missing))
 
@@ -272,7 +273,7 @@ def _explain_unrecorded(
         subject=printable(folder),
         causes=add_numbers([found], Numbers(), lambda _: "main memory"),
         remedies=remedies,
-        unknown=("what the process held: a process that is killed writes no record",),
+        unknown=("how much memory the process held: a killed process writes no record",),
     )
 
 
@@ -287,7 +288,8 @@ def _judge_worker(failure: Failure, facts: Sequence[RunFacts]) -> Cause:
         "host-kill",
         words,
         say(
-            "the kernel killed {num_kills} process(es) of this container for main memory meanwhile",
+            "the kernel killed {num_kills} process(es) of this container meanwhile, for lack"
+            " of main memory",
             num_kills=num_kills,
         )
         if num_kills > 0

@@ -63,15 +63,15 @@ def predict_remedies(said: Explanation, case: Case) -> Explanation:
             raise plan
         _refuse_another_run(plan, case)
     except (ValueError, OSError) as error:  # the cause is known even without a plan
-        why = f"what the remedies would bring: there is no plan of this run: {printable(error)}"
+        why = f"the effect of the remedies: {printable(error)}"
         return replace(said, unknown=(*said.unknown, why))
     outcomes: Outcomes = dict(zip(tried, others, strict=True))
     found = _order(ours, plan, outcomes, case.record.run)
     remedies = [replace(each, cause=code) for each in found]
     remedies += [each for each in said.remedies if each.cause != code]
-    needs = f"planned as it was, it needs {_needs(plan, plan.needed_bytes)}"
+    needs = f"the plan of the run as it was: {_needs(plan, plan.needed_bytes)}"
     refused = [
-        f"what {do} would bring: {printable(outcome)}"
+        f"the effect of {do}: {printable(outcome)}"
         for do, outcome in outcomes.items()
         if isinstance(outcome, PlanError)
     ]
@@ -97,8 +97,8 @@ def _change(asked: PlanRequest, do: str) -> PlanRequest | None:
 
 def _plan_all(code: str, requests: Sequence[PlanRequest]) -> list[MemoryPlan | PlanError]:
     sys.stderr.write(
-        f"trainer-plugins explain: {code}; planning what helps, which takes some seconds (Ctrl-C:"
-        " answer without it)\n"
+        f"trainer-plugins explain: {code}; planning the remedies, which takes some seconds"
+        " (Ctrl-C: answer without it)\n"
     )
     try:
         return predict_all(requests, _LONGEST_SECONDS)
@@ -112,16 +112,16 @@ def _refuse_another_run(plan: MemoryPlan, case: Case) -> None:
     parameters = case.category("parameter")
     if parameters and abs(weights - parameters) > _KNOWN_ERROR_OF_WEIGHTS * parameters:
         raise PlanError(
-            f"it would have {size(weights)} of weights, and the run had {size(parameters)}"
+            f"the plan has {size(weights)} of weights, and the run had {size(parameters)}"
         )
     if plan.fits_card is not False:
         raise PlanError(
-            f"by its config and arguments it fits ({_needs(plan, plan.needed_bytes)}), so"
-            " something else took the rest"
+            f"the plan of its config and arguments fits ({_needs(plan, plan.needed_bytes)}),"
+            " so something else took the rest"
         )
     if (case.record.moment == "eval") != (plan.moment == "evaluation"):
         raise PlanError(
-            f"it would fail in the {plan.moment}, and the run did in {case.record.where}"
+            f"the plan fails in the {plan.moment}, and the run failed in {case.record.where}"
         )
 
 
@@ -146,7 +146,7 @@ def _order(
         elif remedy.do.startswith(_SURVIVE) and fewer is not None:
             rows = f"{fewer.micro_batch} row{'s' if fewer.micro_batch > 1 else ''}"
             needed = plan.count_needed(fewer)
-            effect = f"{remedy.effect}; a piece of {rows} needs {_needs(plan, needed)}"
+            effect = f"{remedy.effect}. A piece of {rows} needs {_needs(plan, needed)}"
             known = _add_peak(remedy, plan, needed)
             enough[remedy.do] = replace(known, effect=effect)
         else:
@@ -161,7 +161,7 @@ def _make_remedy(each: Proposal, plan: MemoryPlan, run: RunFacts) -> Remedy:
     if "train_batch_size" not in each.flags:
         return made
     rows = each.micro_batch * each.accumulation_steps * run.world_size
-    return replace(made, effect=f"{made.effect}; the effective batch stays {rows} rows")
+    return replace(made, effect=f"{made.effect}; the effective batch size stays {rows}")
 
 
 def _add_peak(remedy: Remedy, plan: MemoryPlan, peak_bytes: int) -> Remedy:
@@ -197,7 +197,7 @@ def _effect(plan: MemoryPlan, peak_bytes: int) -> str:
         fits = "it fits, but the margin is below the planner's known error"
     else:
         fits = f"it fits, with {size(spare)} to spare"
-    return f"{_needs(plan, peak_bytes)} at its peak, {change}: {fits}"
+    return f"peaks at {_needs(plan, peak_bytes)}, {change}: {fits}"
 
 
 def _needs(plan: MemoryPlan, peak_bytes: int) -> str:
@@ -209,11 +209,11 @@ def request_of(case: Case) -> PlanRequest:
     record, run = case.record, case.record.run
     device = run.device.split(":")[0]
     if record.call != "train":
-        raise PlanError(f"it failed in {record.call}(), and a plan is of train()")
+        raise PlanError(f"it failed in {record.call}(), and plans cover only train()")
     if device not in _DEVICES or not case.total_bytes:
         raise PlanError(f"it ran on {run.device or 'an unknown device'}")
     if case.tokens is None:
-        raise PlanError("the batch is not known, or has no input_ids")
+        raise PlanError("the batch is unknown, or has no input_ids")
     _refuse(run)
     rows, length = case.tokens
     labels = record.batch.get("labels")
@@ -223,7 +223,7 @@ def request_of(case: Case) -> PlanRequest:
         name=run.card or device,
         capacity_bytes=case.total_bytes,
         context_bytes=case.outside_bytes,
-        context_source="what was outside torch when it ran out of memory",
+        context_source="the memory outside torch at the OOM",
     )
     return PlanRequest(
         source=ConfigSource(
@@ -254,7 +254,7 @@ def _refuse(run: RunFacts) -> None:
     if run.family not in (*_VARIABLES, "DDP", "nothing"):
         raise PlanError(f"it ran as {run.family}")
     if run.family in _VARIABLES and not _is_in_arguments(run) and not _find_exports(run):
-        raise PlanError(f"its launch file is not recorded, from which it ran as {run.family}")
+        raise PlanError(f"its launch file is not recorded, and it ran as {run.family}")
 
 
 def _is_in_arguments(run: RunFacts) -> bool:

@@ -58,7 +58,7 @@ def _build(cause: str, case: Case, one: Advice) -> Remedy | None:
         return found
     batch = " and its batch," if one is advice.LOAD_INTO_MAIN_MEMORY else ""
     peak = f"{size(needed + case.outside_bytes)}{batch} of {size(case.total_bytes)}"
-    effect = f"{found.effect}; until then it would have needed {peak}"
+    effect = f"{found.effect}. Until then the run would have needed {peak}"
     found = replace(found, grade="arithmetic", effect=effect)
     return _add_peak(found, case, needed)
 
@@ -89,7 +89,7 @@ def _smaller_micro_batch(one: Advice, cause: str, case: Case) -> Remedy | None:
     if rows <= 1:
         return None
     smaller, needed = _rows_that_fit(case, rows, case.fixed_bytes + case.to_come_bytes)
-    effect = f"{_describe_need(case, needed)}, with the same effective batch"
+    effect = f"needs {_describe_need(case, needed)}, at the same effective batch size"
     values = {"rows": smaller, "steps": steps * rows // smaller}
     found = remedy(one, Door.TRAINER, effect, by_arithmetic=needed, **values)
     if (judged := case.record.run.accumulation) is not None and judged.effect is not Effect.SAME:
@@ -111,11 +111,11 @@ def _rows_that_fit(case: Case, rows: int, fixed: int) -> tuple[int, int]:
 
 def _describe_need(case: Case, needed: int) -> str:
     if not needed:
-        return "less of the batch is on the card at once"
+        return "puts less of the batch on the card at once"
     card = size(case.total_bytes)
     if needed > case.room_bytes:
-        return f"about {size(needed)} of {card}, which alone is not enough"
-    return f"about {size(needed)} of {card} instead of more than {card}"
+        return f"needs about {size(needed)} of {card}, which alone is not enough"
+    return f"needs about {size(needed)} of {card} instead of more than {card}"
 
 
 def _survive(one: Advice, cause: str, case: Case) -> Remedy | None:
@@ -128,8 +128,8 @@ def _survive(one: Advice, cause: str, case: Case) -> Remedy | None:
     smaller, needed = _rows_that_fit(case, rows, case.fixed_bytes + case.to_come_bytes)
     if not needed:
         return found
-    piece = f"a piece of {smaller} row{'s' if smaller > 1 else ''}"
-    effect = f"{found.effect}; {piece} needs {_describe_need(case, needed)}"
+    piece = f"A piece of {smaller} row{'s' if smaller > 1 else ''}"
+    effect = f"{found.effect}. {piece} needs {_describe_need(case, needed)}"
     found = replace(found, grade="arithmetic", effect=effect)
     return _add_peak(found, case, needed)
 
@@ -157,7 +157,7 @@ def _suggest_without_table(one: Advice, cause: str, case: Case) -> Remedy | None
     is_sdpa = case.text.find_call("scaled_dot_product_attention") is not None
     if is_sdpa is not (one is advice.FLASH_ATTENTION):
         return None  # it has this kernel already
-    effect = f"the table of {size(case.asked_bytes)} is not made"
+    effect = f"avoids the matrix of {size(case.asked_bytes)}"
     return remedy(one, Door.ARGUMENTS, effect, by_arithmetic=True)
 
 
@@ -165,7 +165,7 @@ def _outputs_to_main_memory(one: Advice, cause: str, case: Case) -> Remedy | Non
     if cause != "eval-logits" or case.argument("eval_accumulation_steps", 0):
         return None
     kept = case.kept_logits_bytes
-    effect = f"{size(kept)} of outputs go to main memory" if kept else ""
+    effect = f"moves {size(kept)} of outputs to main memory" if kept else ""
     return remedy(one, Door.TRAINER, effect, by_arithmetic=kept, steps=1)
 
 
@@ -175,11 +175,11 @@ def _smaller_eval_batch(one: Advice, cause: str, case: Case) -> Remedy | None:
         return None
     if cause == "generate-cache":
         smaller, needed = cache_that_fits(case, rows)
-        effect = "less of the cache at once"
+        effect = "keeps less of the cache at once"
     else:
         smaller, needed = _rows_that_fit(case, rows, case.fixed_bytes)
-        effect = "metrics stay the same"
-    effect = f"{_describe_need(case, needed)}; {effect}"
+        effect = "the metrics stay the same"
+    effect = f"needs {_describe_need(case, needed)}; {effect}"
     found = remedy(one, Door.TRAINER, effect, by_arithmetic=needed, rows=smaller)
     return _add_peak(found, case, needed) if needed else found
 
@@ -198,13 +198,13 @@ def _smaller_states(one: Advice, cause: str, case: Case) -> Remedy | None:
     if one is advice.FUSED_ADAMW:
         if not case.text.find_call("multi_tensor"):
             return None
-        effect = f"temporaries of up to {size(case.trained_bytes)} are not made"
+        effect = f"avoids temporaries of up to {size(case.trained_bytes)}"
     elif one is advice.EIGHT_BIT_ADAMW:
         if not states or "bitsandbytes" not in case.record.run.versions:
             return None
-        effect = f"states of about {size(states // 4)} instead of {size(states)}"
+        effect = f"keeps states of about {size(states // 4)} instead of {size(states)}"
     elif states:
-        effect = f"states of less than {size(states * 0.01)} instead of {size(states)}"
+        effect = f"keeps states of less than {size(states * 0.01)} instead of {size(states)}"
     return remedy(one, Door.TRAINER, effect, by_arithmetic=effect)
 
 
@@ -244,7 +244,7 @@ def _keep_numbers(one: Advice, cause: str, case: Case) -> Remedy:
 
 def _suggest_16_bits(one: Advice, cause: str, case: Case) -> Remedy:
     largest, *_ = case.second_models
-    effect = f"{size(largest.num_bytes // 2)} less, if it is in float32; it does not learn"
+    effect = f"saves {size(largest.num_bytes // 2)} if it is in float32; it is not trained"
     return remedy(one, Door.CODE, effect, by_arithmetic=True, place=largest.place)
 
 
@@ -253,7 +253,7 @@ def _end_process(one: Advice, cause: str, case: Case) -> Remedy | None:
     if len(others) != 1 or not others[0].is_of_user or case.record.run.world_size > 1:
         return None
     pid, name = others[0].pid, others[0].name or "its name is unknown"
-    effect = f"frees {size(case.foreign_bytes)}; it is yours: {name}"
+    effect = f"frees {size(case.foreign_bytes)}; the process is yours: {name}"
     return remedy(one, Door.SHELL, effect, by_arithmetic=True, pid=pid)
 
 
@@ -264,7 +264,7 @@ def _smaller_engine_share(one: Advice, cause: str, case: Case) -> Remedy:
     if isinstance(share, float):
         now, door = share, Door.TRL
     new = advice.smaller_share(now, max(0, case.asked_bytes - case.free_bytes) / total)
-    effect = f"the engine holds {size(held)} now, and takes this share of the card then"
+    effect = f"lowers the engine's share: it holds {size(held)} now"
     return remedy(one, door, effect, by_arithmetic=case.asked_bytes, share=f"{new:g}")
 
 
@@ -276,7 +276,7 @@ def _fewer_workers(cause: str, num_workers: int) -> Remedy | None:
         return None
     half = num_workers // 2
     fewer = num_workers - half
-    effect = f"{fewer} process{'es' if fewer > 1 else ''} less, each with its part of the data"
+    effect = f"starts {fewer} process{'es' if fewer > 1 else ''} less, and their share of data"
     return remedy(one, Door.TRAINER, effect, workers=half)
 
 
@@ -350,7 +350,7 @@ _APPLIES: Mapping[Advice, Callable[[Case], bool]] = {
 _AS_IN_TEXTS = {advice.EXPANDABLE_SEGMENTS, advice.LIGER, advice.PRINT_SHAPES}
 _EFFECTS: Mapping[Advice, Callable[[Case], str]] = {
     advice.LIST_PROCESSES: lambda case: (
-        f"shows what holds {size(case.foreign_bytes)}; end it, or wait"
+        f"shows which process holds {size(case.foreign_bytes)}; end it, or wait"
     ),
     advice.RELEASED: lambda case: (
         f"releases {size(sum(each.num_bytes for each in case.alive.models[1:]))} of weights and"

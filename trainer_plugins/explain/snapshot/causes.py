@@ -15,7 +15,7 @@ from trainer_plugins.units import GIB, percent, size
 def causes_of(case: SnapshotCase, oom: Oom, tries: Tries) -> tuple[Cause, ...]:
     """Name the causes of an OOM, the most certain first."""
     asked = say(
-        "{requested_bytes} were asked for at {place}; the card had {free_bytes} left, and this"
+        "{place} asked for {requested_bytes}; the card had {free_bytes} left, and this"
         " process held {reserved_bytes}",
         requested_bytes=oom.num_bytes,
         place=case.request.place,
@@ -32,7 +32,7 @@ def _find_causes(case: SnapshotCase, oom: Oom, tries: Tries) -> Iterator[Cause]:
     elif oom.is_contradictory:
         yield cause(
             "contradictory",
-            doubt="A limit that is not the card's refused it: look for"
+            doubt="A limit below the card's size refused it: look for"
             " set_per_process_memory_fraction, and for limits of WSL, a container or a MIG slice",
         )
     else:
@@ -66,7 +66,7 @@ def _foreign(case: SnapshotCase) -> Iterator[Cause]:
                 earlier_bytes=max(ends),
                 last_bytes=ends[-1],
             ),
-            summary=f"something outside this allocator took {size(lost)} of the card meanwhile",
+            summary=f"something outside this allocator took {size(lost)} of the card in between",
             doubt="nvidia-smi shows whether it is another process, NCCL or a library",
             lost_bytes=lost,
         )
@@ -80,13 +80,13 @@ def _fragmentation(case: SnapshotCase, oom: Oom, tries: Tries) -> Iterator[Cause
         yield cause(
             "fragmentation",
             say(
-                "{in_use_bytes} were in use, so the request would have fitted into"
-                " {capacity_bytes} without gaps",
+                "{in_use_bytes} were in use: without gaps, {capacity_bytes} would have held"
+                " the request",
                 in_use_bytes=case.in_use_bytes,
                 capacity_bytes=case.capacity_bytes,
             ),
-            f"Repeated with {helps}, the same trace fits" if helps else "",
-            summary=f"{size(unused)} were reserved and free, but in pieces too small to use",
+            f"Replayed with {helps}, the same trace fits" if helps else "",
+            summary=f"{size(unused)} were reserved but unused, in pieces too small for the request",
             doubt="" if helps else f"Not confirmed by a replay: {tries.why_none_helps}",
             spare_without_gaps_bytes=-case.missing_bytes,
             setting_that_helps=helps,
@@ -105,8 +105,8 @@ def _leak(case: SnapshotCase) -> Iterator[Cause]:
     yield cause(
         "leak",
         say(
-            "They are from {num_steps} of the {num_earlier_steps} earlier steps in the trace, and"
-            " most, {most_bytes}, are from {place}",
+            "They come from {num_steps} of the {num_earlier_steps} earlier steps in the"
+            " trace; most, {most_bytes}, from {place}",
             num_steps=len(steps),
             num_earlier_steps=case.sorter.step_at(case.held.position),
             most_bytes=most,
@@ -133,8 +133,8 @@ def _long_sample(case: SnapshotCase, oom: Oom) -> Iterator[Cause]:
         yield cause(
             "long-sample",
             say(
-                "In {num_earlier_steps} earlier steps it asked for {earlier_request_bytes} at most,"
-                " and now for {requested_bytes}, at {place}",
+                "In {num_earlier_steps} earlier steps {place} asked for"
+                " {earlier_request_bytes} at most, and now for {requested_bytes}",
                 num_earlier_steps=now,
                 earlier_request_bytes=max(before),
                 requested_bytes=oom.num_bytes,
@@ -152,7 +152,7 @@ def _judge_request(case: SnapshotCase) -> Iterator[Cause]:
     if work == "loss" or logits >= 0.25 * case.in_use_bytes:
         yield cause(
             "logits-loss",
-            say("Logits and loss held {logits_bytes} already", logits_bytes=logits),
+            say("Logits and loss already held {logits_bytes}", logits_bytes=logits),
             grade="certain" if work == "loss" else "likely",
         )
     elif work == "optimizer":
@@ -178,20 +178,20 @@ def _capacity(case: SnapshotCase) -> Cause:
     fits = case.missing_bytes <= 0
     return cause(
         "capacity",
-        say("The most is from {at}: {most_bytes}", at=largest[0], most_bytes=largest[1])
+        say("The largest part, {most_bytes}, comes from {at}", at=largest[0], most_bytes=largest[1])
         if largest
         else "",
         ""
         if fits
         else say(
-            "It is not fragmentation: even without a gap {missing_bytes} were missing, and only"
-            " {unused_bytes} were reserved without being in use",
+            "This is not fragmentation: without gaps {missing_bytes} were missing, and only"
+            " {unused_bytes} were reserved but unused",
             missing_bytes=case.missing_bytes,
             unused_bytes=case.unused_bytes,
         ),
-        summary=f"the card is too small for what was alive: {share}",
+        summary=f"the live tensors need more than this card has: {share}",
         grade="possible" if fits else "certain",
-        doubt="The file does not say how large the card is: if it has much more than"
+        doubt="The file does not record the card's size: if it has much more than"
         f" {size(case.capacity_bytes)}, another process held the rest, which nvidia-smi shows",
         missing_bytes=case.missing_bytes,
         largest_category=category,

@@ -68,18 +68,18 @@ def _facts(case: SnapshotCase) -> Iterator[str]:
         yield f"{size(num_bytes)} in {count:,} block{'s' if count > 1 else ''} from {place}"
     if case.oom is not None:
         yield (
-            f"{unused} were reserved and free, and did not help: no piece was large enough, and"
-            " none could be released"
+            f"{unused} were reserved but unused, which did not help: no piece was large"
+            " enough, and the allocator could release none"
         )
     elif case.unused_bytes:
         yield (
-            f"{unused} were reserved and free: that is the cache, which is used again, and no sign"
-            " of fragmentation"
+            f"{unused} were reserved but unused: that is the cache, which torch reuses, and no"
+            " sign of fragmentation"
         )
     others = [each for each in case.snapshot.cards if each is not case.card]
     if others:
         held = ", ".join(f"card {each.index} {size(each.reserved_bytes)}" for each in others)
-        yield f"The file has other cards, which are not counted here; at its end they held: {held}"
+        yield f"The file has other cards, which are left out here; at its end they held: {held}"
 
 
 def _ending(case: SnapshotCase) -> Iterator[str]:
@@ -91,7 +91,7 @@ def _ending(case: SnapshotCase) -> Iterator[str]:
             f" {case.card.index}, most of it {WORDS[category]} ({size(most)}); no OOM is recorded"
         )
         yield (
-            f"{size(case.peak_reserved_bytes)} were reserved at most, in"
+            f"{size(case.peak_reserved_bytes)} were reserved at most, over"
             f" {len(case.card.events):,} events"
         )
         return
@@ -99,8 +99,8 @@ def _ending(case: SnapshotCase) -> Iterator[str]:
     yield f"It ran out of memory on card {case.card.index}{more}"
     if case.oom_stack:
         lines = lines_of(case.snapshot.stacks[case.oom_stack])
-        yield "The request that failed came from " + ", called from ".join(lines)
-    yield f"At the OOM {allocated} were allocated of {size(case.reserved_bytes)} reserved"
+        yield "The failed request came from " + ", called from ".join(lines)
+    yield f"At the OOM {allocated} of {size(case.reserved_bytes)} reserved were allocated"
 
 
 def _unknown(case: SnapshotCase, tries: Tries) -> Iterator[str]:
@@ -111,26 +111,26 @@ def _unknown(case: SnapshotCase, tries: Tries) -> Iterator[str]:
         )
     elif has_lost_its_end(case.card):
         yield (
-            "What happened between the last event and the dump: recording was stopped before; call"
-            " _dump_snapshot before that"
+            "What happened between the last event and the dump: recording had stopped; call"
+            " _dump_snapshot first"
         )
     elif gap := find_first_known(case.card):
-        yield f"The first {gap:,} events were left out: recording was stopped and begun again"
+        yield f"The first {gap:,} events were left out: recording stopped and started again"
     if unknown := case.held.categories.get("unknown", 0):
         yield (
-            f"What {size(unknown)} are: they were there before the recording began, or have no"
-            " frames; start it before the model is made"
+            f"What holds {size(unknown)}: it was there before the recording began, or has no"
+            " frames; start it before you create the model"
         )
     if case.repeated is None:
-        yield f"The sizes of blocks are rounded requests: {case.why_not_repeated}"
+        yield f"The original sizes of blocks, which are rounded: {case.why_not_repeated}"
     elif not case.repeated.outcome.is_same:
         difference = case.repeated.outcome.first_difference or "another peak"
         yield (
-            f"The repeated trace differs from the recorded one ({difference}), so figures may be"
-            " off a little"
+            f"The replayed trace differs from the recorded one ({difference}), so figures may"
+            " be slightly off"
         )
     if case.oom is not None:
-        yield "How large the card is, and what other processes held: no snapshot has that"
+        yield "The card's size and the memory of other processes: no snapshot records them"
         if tries.why_none_helps:
             yield f"Whether other settings of the allocator help: {tries.why_none_helps}"
 
@@ -244,9 +244,9 @@ def _growth(first: InUse, second: InUse, grown: int) -> Cause:
             for place, change in changes[:3]
             if change > 0
         ),
-        summary=f"{size(grown)} more are allocated in the second snapshot than in the first",
+        summary=f"the second snapshot has {size(grown)} more allocated than the first",
         grade="possible",
-        doubt="It is a leak only if both were dumped at the same point of the loop",
+        doubt="It is a leak only if you dumped both at the same point of the loop",
         grown_bytes=grown,
     )
 

@@ -74,7 +74,7 @@ class _Trial(Tries):
             self._try_without(leaked)  # other remedies would only delay the same end
             return self
         if self.case.missing_bytes > 0:
-            self.why_none_helps = "what was in use left too little room, even without gaps"
+            self.why_none_helps = "the memory in use left too little room, even without gaps"
         else:
             self.why_none_helps = self._try_settings()
         self._try_half()
@@ -87,19 +87,19 @@ class _Trial(Tries):
         recorded = self.repeated.rules
         if self._spare() is not None:
             return (
-                "with what lay there before the recording packed without gaps, the recorded"
-                " settings fit too, so the replay cannot tell which setting helps"
+                "with the blocks from before the recording packed without gaps, the recorded"
+                " settings fit too, so the replay cannot say which setting helps"
             )
         for one, words, rules in _settings(recorded):
             if self.num_events > _MOST_EVENTS:
-                return "the trace is too long to be repeated with more settings"
+                return "the trace is too long to replay with more settings"
             if (spare := self._spare(rules)) is None:
                 continue
             self.setting_that_helps = self.setting_that_helps or words.partition("=")[2]
             do = f"export {self._join(words)}"
             if one is advice.COLLECT_EARLIER:  # works only with a memory fraction
                 do += f"  # and in the script: {one.flag(Door.CODE)}"
-            effect = "the same trace fits, with {} to spare"
+            effect = "makes the same trace fit, with {} to spare"
             self._add(one, effect, spare, do, cause="fragmentation")
         if self.remedies:
             return ""
@@ -118,7 +118,7 @@ class _Trial(Tries):
         place = self.case.sorter.place(max(leaked, key=lambda life: life.num_bytes))
         self._add(
             advice.KEEP_NUMBERS,
-            "without the tensors of earlier steps the same trace fits, with {} to spare",
+            "makes the same trace fit, with {} to spare: tensors of earlier steps are gone",
             self._spare(smaller=leaked, divisor=_NOTHING),
             f"{advice.KEEP_NUMBERS.flag(Door.CODE)} at {place}",
         )
@@ -136,8 +136,8 @@ class _Trial(Tries):
         ]
         self._add(
             advice.SMALLER_MICRO_BATCH,
-            "half of each micro-batch fits at this point, with {} to spare, if the activations,"
-            " logits and temporaries of the trace grow with the batch",
+            "makes the trace fit at this point, with {} to spare, if its activations, logits"
+            " and temporaries grow with the batch",
             self._spare(smaller=of_batch, divisor=2, request_divisor=2),
         )
 
@@ -152,7 +152,7 @@ class _Trial(Tries):
         states = [each for each in sorter.lives if sorter.category(each) == "optimizer states"]
         self._add(
             advice.EIGHT_BIT_ADAMW,
-            "with states of a quarter of the size the same trace fits, with {} to spare;"
+            "makes the same trace fit, with {} to spare, by states of a quarter of the size;"
             " temporaries of its kernels are not counted",
             self._spare(smaller=states, divisor=4, request_divisor=4),
         )
@@ -162,7 +162,7 @@ class _Trial(Tries):
         more = -(-self.oom.num_bytes // page) * page + page - self.oom.left_bytes
         if more > 0:
             needed = size(self.case.capacity_bytes + more)
-            effect = f"with {size(more)} more than it had the failing request fits"
+            effect = f"makes the failing request fit, with {size(more)} more than it had"
             do = advice.LARGER_CARD.flag(Door.SHELL, size=needed)
             self._add(advice.LARGER_CARD, effect, self._spare(more_bytes=more), do)
 

@@ -178,7 +178,7 @@ def _text(stream: BinaryIO) -> tuple[str, str]:
     blocks = _blocks(raw, stream)
     first = next(blocks, b"")
     if not first.strip():
-        raise ValueError("there is nothing in it")
+        raise ValueError("it is empty")
     wide = first.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     if not wide and b"\0" in first[:_KEPT_CHARACTERS]:
         raise ValueError("it is not text")
@@ -222,7 +222,7 @@ def _blocks(block: bytes, stream: BinaryIO) -> Iterator[bytes]:
         try:
             yield packed.decompress(block, _BLOCK_BYTES) if packed else block
         except zlib.error as error:
-            raise ValueError(f"its gzip data are damaged: {error}") from error
+            raise ValueError(f"its gzip data is damaged: {error}") from error
         block = (packed and packed.unconsumed_tail) or stream.read(_BLOCK_BYTES)
 
 

@@ -33,7 +33,7 @@ _STOPPED = (
 _LOOKALIKES = (
     (
         _STOPPED,
-        "the run was asked to end (SIGTERM), as preemption, scancel or a time limit do",
+        "the run received SIGTERM, as from preemption, scancel or a time limit",
         (advice.ASK_SLURM, advice.RESUME_THE_RUN),
     ),
     (
@@ -58,7 +58,7 @@ _LOOKALIKES = (
     ),
     (
         r"allocator cache flushes since last step",
-        "the card was full, and torch released its cache to go on, which is slow (DeepSpeed)",
+        "the card was full, and torch released its cache to continue, which is slow (DeepSpeed)",
         CACHE_FLUSHES,
     ),
     (
@@ -66,34 +66,33 @@ _LOOKALIKES = (
         r"|[Cc]uda failure \d{1,4} '"
         r"|\bsynStatus \d{1,3} \[(?![^\]]*memory)|Memory critical error by agent"
         r"|RESULT_ERROR_DEVICE_LOST|\[METAL\] Command buffer execution failed: (?!Insuff)",
-        "a kernel or a call of the driver failed, for another reason than memory",
+        "a kernel or a driver call failed, but not for lack of memory",
         (advice.WAIT_FOR_KERNELS,),
     ),
     (
         r"Driver/library version mismatch",
-        "the driver that runs and its libraries, which were updated since, are of two versions",
+        "the driver that runs and its libraries, which were updated since, have two versions",
         (advice.REBOOT,),
     ),
     (
         r"Watchdog caught collective operation timeout",
-        "a rank waited in a collective for others: one of them had stopped or was slow",
+        "a rank timed out in a collective: another rank had stopped or was slow",
         (),
     ),
 )
 _DOUBTS = (  # words that may also follow an OOM
     (
         _STOPPED,
-        "The text does not show who asked: the scheduler's record does (`sacct -j JOB`,"
+        "The text does not show who sent it: the scheduler's record does (`sacct -j JOB`,"
         " `kubectl describe pod`), or the cloud's notice of preemption",
     ),
     (
         r"cublas|Generic failure",
-        "A full card may look like this too: `nvidia-smi` while it fails shows whether there is"
-        " room",
+        "A full card may look the same: `nvidia-smi` shows, while it fails, whether memory is free",
     ),
     (
         r"Watchdog",
-        "A rank that did not come may have run out of memory: its own earlier lines show that",
+        "The missing rank may have run out of memory: its own earlier lines show that",
     ),
 )
 _NO_OOM = OutOfMemory(source="allocator", is_certain=False, fatal="", text="")
@@ -131,10 +130,10 @@ def _explain_without_oom(excerpt: Excerpt, subject: str) -> Explanation:
         return Explanation(subject=subject, causes=causes, remedies=remedies)
     for line, (pattern, meaning, helps) in product(excerpt.lines, _LOOKALIKES):
         if re.search(pattern, line.text):
-            evidence = f"The words are: {quote(line.text)}"
+            evidence = f"The log says: {quote(line.text)}"
             said = next((doubt for words, doubt in _DOUBTS if re.search(words, line.text)), "")
             doubt = facts.vendor.translate(said)
-            found = cause("not-an-oom", evidence, summary=f"this is no OOM: {meaning}", doubt=doubt)
+            found = cause("not-an-oom", evidence, summary=f"not an OOM: {meaning}", doubt=doubt)
             remedies = tuple(choose_remedies("not-an-oom", helps, facts))
             return Explanation(subject=subject, causes=(found,), remedies=remedies)
     found_in_words = find_told_oom(excerpt)
@@ -148,8 +147,8 @@ def _explain_without_oom(excerpt: Excerpt, subject: str) -> Explanation:
 def _name_unread(excerpt: Excerpt) -> tuple[str, ...]:
     if not excerpt.not_read:
         return ()
-    where = f"what a part of it says: {excerpt.not_read} were not read"
-    return (f"{where}; give the part with the error alone if it is there",)
+    where = f"part of the file: {excerpt.not_read} were not read"
+    return (f"{where}; give only the part with the error if it is there",)
 
 
 def _numbers(facts: TextFacts) -> Numbers:

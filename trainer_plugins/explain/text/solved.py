@@ -35,9 +35,9 @@ def solve_logits(facts: TextFacts) -> Said | str:
     of = f" of {model.name}" if model else ""
     other = "".join(f" (or {each[0]:,} tokens in {_DTYPES[each[2]]})" for each in others)
     return facts.states(
-        "{requested_bytes} = {num_tokens:,} tokens x {num_words:,} words x"
-        f" {width} bytes: logits{of} in {_DTYPES[width]}{other}."
-        f" {_SAVED_TOKENS:,} tokens less save {{saved_bytes}}.",
+        f"{{requested_bytes}} = {{num_tokens:,}} tokens x {{num_words:,}} words x {width}"
+        f" bytes: logits{of} in {_DTYPES[width]}{other}. {_SAVED_TOKENS:,} tokens fewer save"
+        f" {{saved_bytes}}.",
         num_tokens=tokens,
         num_words=words,
         saved_bytes=_SAVED_TOKENS * words * width,
@@ -101,7 +101,7 @@ def solve_scores(facts: TextFacts) -> Said:
         )
     lengths = ", ".join(f"{isqrt(asked // (2 * each)):,} with {each} heads" for each in heads)
     return facts.states(
-        "{requested_bytes} in 2 bytes, for one row, are a length of {lengths}.", lengths=lengths
+        "{requested_bytes} in 2 bytes, for one row, match a length of {lengths}.", lengths=lengths
     )
 
 

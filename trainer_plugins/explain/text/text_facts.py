@@ -125,7 +125,7 @@ class TextFacts:
     @property
     def words(self) -> str:
         """Quote the error in a sentence."""
-        return f"The words are: {quote(self.oom.text)}"
+        return f"The log says: {quote(self.oom.text)}"
 
     @property
     def hides_processes(self) -> bool:

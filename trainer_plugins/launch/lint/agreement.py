@@ -112,7 +112,7 @@ def _compare(
             return
         wanted = f"a multiple of {rows:g}"
     elif wanted is None:
-        yield _report_fixed(key, value, "the training has other steps", source)
+        yield _report_fixed(key, value, "training then takes other steps", source)
         return
     if value != wanted:
         says = "the file says" if source == "written" else "accelerate fills in"
@@ -194,6 +194,6 @@ def _report_fixed(key: str, value: object, unless: str, source: str) -> Finding:
     return Finding.warning(
         code="config-not-auto",
         summary=f"{key} is fixed at {value}: training stops if {unless}",
-        evidence=f"the value is {source}; transformers raises at a mismatch",
+        evidence=f"the value is {source}; transformers raises on a mismatch",
         remedy=f'Write "{key}": "auto" (in a YAML without JSON: leave it out)',
     )

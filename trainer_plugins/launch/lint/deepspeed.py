@@ -47,7 +47,7 @@ def _offload_target(document: Document, what: str) -> Iterator[Finding]:
         yield Finding.error(
             code="config-unresolved-auto",
             summary=f'the device of offload_{what} is "auto", so nothing is offloaded',
-            evidence="accelerate replaces it by none (DeepSpeedPlugin.__post_init__)",
+            evidence="accelerate replaces it with none (DeepSpeedPlugin.__post_init__)",
             remedy='Write "cpu" or "nvme", or remove it',
         )
     elif isinstance(device, str) and device not in ("cpu", "nvme", "none"):
@@ -190,7 +190,7 @@ def _stage(document: Document, stage: int) -> Iterator[Finding]:
             code="config-elastic-checkpoint",
             summary="to resume, each rank reads the optimizer states of all ranks to main memory",
             evidence="elastic_checkpoint (deepspeed/runtime/engine.py; DeepSpeed#1111)",
-            remedy="Remove it, and resume with as many ranks as have saved",
+            remedy="Remove it, and resume with as many ranks as saved",
         )
     if zero.get("compute_grad_norm") is False and stage not in (1, 2):
         yield _report_rejected(f"compute_grad_norm false at stage {stage}", "It needs stage 1 or 2")

@@ -89,9 +89,10 @@ def _report_shared_load(need: HostNeed, shortage: str) -> Finding:
     return Finding.warning(
         code="config-host-memory",
         summary=f"while {need.num_ranks} ranks load all weights each, {shortage}",
-        evidence="so it is if experts are stacked, or weights are cast or decoded while they are"
-        " loaded (transformers 5); used as they lie in the file, they are there once",
-        remedy=f"`trainer-plugins plan` knows which; or {advice.READ_BY_ONE_RANK.effect}",
+        evidence="this happens if transformers 5 stacks experts, or casts or decodes weights, as it"
+        " loads them; weights used as stored in the file are loaded once",
+        remedy="`trainer-plugins plan` shows whether it does; or use stage 3, which"
+        f" {advice.READ_BY_ONE_RANK.effect}",
         amount=need.total_bytes / GIB,
     )
 

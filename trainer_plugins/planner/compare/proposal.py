@@ -51,7 +51,7 @@ def proposal_of(
         for each in (flags, in_the_run):
             each.insert(0, write_flags(batch_flags(micro_batch, rows)))
     if times is not None:
-        prices.insert(0, f"about {times:.{int(times < 10)}f}x the time of a step")
+        prices.insert(0, f"about {times:.{int(times < 10)}f}x the time per step")
     return Proposal(
         changes=tuple(words),
         price="; ".join(prices),

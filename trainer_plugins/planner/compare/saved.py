@@ -84,9 +84,9 @@ def changes_of(names: Sequence[str]) -> tuple[str, ...]:
     for name in (part for change in found for part in change.split(_SEVERAL)):
         if name not in SWITCHES:
             near = get_close_matches(name, SWITCHES, 1, 0.5)
-            known = f"there are {', '.join(sorted(SWITCHES))}, and {ALL}"
+            known = f"the names are {', '.join(sorted(SWITCHES))}, and {ALL}"
             hint = f"is it {near[0]}?" if near else known
-            raise PlanError(f"--explain-change: no switch is called {name!r}: {hint}")
+            raise PlanError(f"--explain-change: no change has the name {name!r}: {hint}")
     return tuple(dict.fromkeys(found))
 
 

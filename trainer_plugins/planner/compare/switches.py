@@ -84,7 +84,7 @@ def stream_base(run: PlanRequest) -> PlanRequest:
         raise PlanError("this run already streams its base")
     if source_of(run).peft is None:
         raise PlanError(
-            "this run trains all its weights, and only a frozen base is streamed: see lora"
+            "this run trains all its weights, and only a frozen base can be streamed: see lora"
         )
     return replace(run, resident_layers=RESIDENT_LAYERS)
 
@@ -173,7 +173,7 @@ ADAPTER_IN_SCRIPT = replace(ADAPTER, flags=advice.ADAPTER.flag(Door.CODE))
 # (docs/internals/measured.md).
 STREAMED_BASE = Switch(
     "base streamed",
-    "the base comes over the bus, {time}",
+    "the base crosses the bus, {time}",
     advice.STREAM_BASE.flag(Door.PLAN, layers=RESIDENT_LAYERS),
     stream_base,
     {"frozen weights": 0.9},
@@ -202,7 +202,7 @@ QLORA = replace(
 )
 UNPREPARED = Switch(
     "no preparation by PEFT",
-    "what is not quantised computes in 16 bits, the norms too",
+    "everything not quantised computes in 16 bits, norms included",
     advice.UNPREPARED.flag(Door.PLAN),
     # PEFT's preparation casts everything that is not quantised to float32.
     lambda run: replace(run, source=replace(source_of(run), prepares_kbit=False)),
@@ -261,7 +261,7 @@ def cut_at(length: int) -> Switch:
 def eval_rows(rows: int) -> Switch:
     """Build the switch to smaller evaluation batches over the same number of rows."""
     words = f"{rows} row{'s' if rows > 1 else ''} at once in the evaluation"
-    price = "more evaluation batches: a loss that averages over tokens moves a little"
+    price = "more evaluation batches: a loss averaged over tokens moves slightly"
 
     def change(run: PlanRequest) -> PlanRequest:
         source = source_of(run)

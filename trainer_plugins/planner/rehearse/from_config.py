@@ -17,8 +17,8 @@ from trainer_plugins.planner.request import MOST_ROWS, ConfigSource
 from trainer_plugins.wrapped import base_model
 
 _BY_A_TRAINER = (
-    "a Trainer trains it, and lets the outputs go once it has the loss: a loop of your own that"
-    " keeps them holds the logits too, and plan -- COMMAND runs it"
+    "a Trainer runs the training, and frees the outputs once it has the loss: a custom loop"
+    " that keeps them also holds the logits; plan it with plan -- COMMAND"
 )
 PADDED = "batches have padding (the worse case); see --no-padding"
 _POSITIONS = "batches have position_ids, without which DeepSpeed divides no rows (sp_size)"
@@ -128,8 +128,8 @@ def _make_sounds(model: Any, source: ConfigSource) -> _Inputs:
     seconds = source.sound_seconds or 0.0
     if not _takes_samples(model):
         raise PlanError(
-            "--sound-seconds is for models that take the samples of a sound (input_values), and "
-            f"not for {type(model).__name__}"
+            f"--sound-seconds does not apply to {type(model).__name__}, only to models that"
+            " take audio samples (input_values)"
         )
     samples = max(1, round(seconds * _SAMPLES_A_SECOND))
     said = (

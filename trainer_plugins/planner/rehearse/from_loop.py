@@ -77,9 +77,9 @@ def _make(
         rewards = {"reward_funcs": [_reward_nothing]}
         if length < 1:
             raise PlanError(
-                f"a row has {source.sequence_length:,} tokens (--seq-length), and its completion "
-                f"takes {args.max_completion_length:,} of them (--max_completion_length): nothing "
-                "is left for the prompt"
+                f"a row has {source.sequence_length:,} tokens (--seq-length), of which its"
+                f" completion takes {args.max_completion_length:,} (--max_completion_length):"
+                " the prompt gets none"
             )
         said.append(f"prompts have {length:,} tokens: the row without its completion")
     elif loop.halves_rows:
@@ -124,7 +124,7 @@ def _replace_files(patches: Patches, loop: Loop, model_of: Callable[[], torch.nn
 
 def _reward_nothing(**_: object) -> list[float]:
     """Stand in for the user's rewards, which are not computed."""
-    raise AssertionError("a plan computes no rewards")
+    raise AssertionError("plans compute no rewards")
 
 
 def _tokenizer() -> Any:

@@ -38,7 +38,7 @@ def request_of(
 ) -> PlanRequest:
     """Build the request of a Trainer's run; `num_gpus` and `card` default to the Trainer's own."""
     if trainer.model is None:
-        raise PlanError("the Trainer has no model yet: give it one instead of model_init")
+        raise PlanError("the Trainer has no model yet: pass one instead of model_init")
     args, device_map = trainer.args, device_map_of(trainer, num_gpus)
     if getattr(args, "use_cpu", False) and card is None and torch.accelerator.is_available():
         raise NotPredicted(
@@ -170,7 +170,7 @@ def longest_batch(trainer: Any, num_rows: int | None = None) -> tuple[object, st
 
 def _longest_batch(trainer: Any, dataset: Any, rows: int, name: str) -> tuple[object, str]:
     if dataset is None:
-        raise PlanError(f"the Trainer has no {name}: a plan needs one, to find its longest batch")
+        raise PlanError(f"the Trainer has no {name}, which a plan needs to find its longest batch")
     collator = trainer.data_collator
     if type(dataset).__module__.startswith("datasets.") and has_rows(dataset):
         # If no column is a model input, the Trainer's own loader reads them.
@@ -195,8 +195,8 @@ def _longest_of(dataset: Any, num: int, name: str, num_streamed: int) -> tuple[l
     lengths = lengths_of(dataset)
     if len(lengths.rows) < lengths.num_rows:
         unread = (
-            f"of the {lengths.num_rows:,} rows of the {name} ({type(dataset).__name__})"
-            f" {len(lengths.rows):,} were read, spread evenly, since each has to be fetched"
+            f"of the {lengths.num_rows:,} rows of the {name} ({type(dataset).__name__}) only"
+            f" {len(lengths.rows):,} were read, spread evenly, since each must be fetched"
         )
     if unread:
         unread = f"the longest batch: {unread}; a longer row that comes later needs more"

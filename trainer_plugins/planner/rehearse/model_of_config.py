@@ -40,7 +40,7 @@ def load_model(
         raise
     except Exception as error:  # a config can be wrong in any way, and raise anything
         why = f"{type(error).__name__}: {first_line(error)}"
-        raise PlanError(f"no model can be built from the config: {why}") from error
+        raise PlanError(f"the config builds no model: {why}") from error
     model.config.name_or_path = source.config.get("_name_or_path", "")
     if source.config.get("tie_word_embeddings") is False:
         untie(model)
@@ -50,15 +50,15 @@ def load_model(
 
             model = peft.prepare_model_for_kbit_training(model, source.kbit_checkpoints)
             assumptions.append(
-                "PEFT's prepare_model_for_kbit_training gets the model: it makes what is not"
-                " quantised float32, with use_gradient_checkpointing="
-                f"{source.kbit_checkpoints}; see --no-prepare-kbit"
+                "PEFT's prepare_model_for_kbit_training prepares the model: it casts the rest"
+                f" to float32, with use_gradient_checkpointing={source.kbit_checkpoints}; see"
+                " --no-prepare-kbit"
             )
         model = add_adapter(model, source.peft)
     if is_streamed and source.quantisation is not None:
         assumptions.append(
-            'the quantised base is loaded to main memory (device_map="cpu"); loaded to the card it'
-            " has to fit there once"
+            'the quantised base is loaded to main memory (device_map="cpu"); loaded onto the'
+            " card it must fit there once"
         )
     return model, assumptions
 

@@ -27,15 +27,14 @@ def pictures_of(model: Any, source: ConfigSource) -> Pictures:
     kind = model.config.model_type
     if kind not in KINDS:
         raise PlanError(
-            f"--images-per-row and --image-size are for these models, and not for {kind}: "
-            f"{', '.join(KINDS)}"
+            f"--images-per-row and --image-size do not apply to {kind}, only to {', '.join(KINDS)}"
         )
     number = 1 if source.images_per_row is None else source.images_per_row
     found = KINDS[kind](model.config, source, number)
     if found.num_tokens >= source.sequence_length:
         raise PlanError(
-            f"a row has {source.sequence_length:,} tokens (--seq-length), and its pictures take "
-            f"{found.num_tokens:,} of them (--images-per-row {number}): nothing is left for text"
+            f"a row has {source.sequence_length:,} tokens (--seq-length), of which its"
+            f" pictures take {found.num_tokens:,} (--images-per-row {number}): text gets none"
         )
     return found
 

@@ -23,7 +23,8 @@ def describe_run(request: PlanRequest, trainer: Any, args: HfArguments) -> dict[
     shared = f" ({shares} share a row)" if shares > 1 else ""
     planned = {
         "model": f"{type(base).__name__}{f' ({name})' if name else ''}",
-        "rows": f"{rows} at once x {steps} x {request.num_gpus} GPU{shared}, {batch} a step",
+        "rows": f"{rows} (micro-batch) x {steps} (accumulation) x {request.num_gpus} GPU{shared} ="
+        f" {batch} per step",
     }
     source = request.source
     if isinstance(source, ConfigSource):

@@ -25,21 +25,21 @@ GIVE_A_TRAINER = "give plan_run a Trainer: its collator knows the inputs"
 _NON_REENTRANT = advice.NON_REENTRANT.flag(Door.TRAINER)
 _WHY = {
     "does not require grad and does not have a grad_fn": (
-        "the loss depends on nothing that is trained. Reentrant checkpointing does that if a "
-        f"layer's input needs no gradient, as after frozen embeddings (LoRA): pass {_NON_REENTRANT}"
-        f", or call {advice.INPUTS_REQUIRE_GRADS.flag(Door.CODE)} before the Trainer is made. "
-        "Without checkpointing, no tensor behind the loss has requires_grad"
+        "the loss depends on no trainable parameter. Reentrant checkpointing does that if a layer's"
+        f" input needs no gradient, as after frozen embeddings (LoRA): pass {_NON_REENTRANT}, or"
+        f" call {advice.INPUTS_REQUIRE_GRADS.flag(Door.CODE)} before you build the Trainer. Without"
+        " checkpointing, no tensor behind the loss has requires_grad"
     ),
     "Expected to mark a variable ready only once": (
-        "DDP looks for unused parameters, which the Trainer lets it do for an adapter of PEFT, and "
-        "with reentrant checkpointing, which prepare_model_for_kbit_training switches on, it finds "
-        'parameters twice ("Expected to mark a variable ready only once"): pass '
-        "--ddp_find_unused_parameters False, or "
-        f"{advice.CHECKPOINTING.flag(Door.TRAINER)} {_NON_REENTRANT}"
+        "DDP looks for unused parameters, as the Trainer requests for a PEFT adapter, and"
+        " with reentrant checkpointing, which prepare_model_for_kbit_training switches on, it"
+        ' finds parameters twice ("Expected to mark a variable ready only once"): pass'
+        f" --ddp_find_unused_parameters False, or {advice.CHECKPOINTING.flag(Door.TRAINER)}"
+        f" {_NON_REENTRANT}"
     ),
     'unscale_cuda" not implemented for': (
-        "with --fp16 gradients are scaled, which CUDA does not do for those of bfloat16 weights "
-        "(not implemented for 'BFloat16'): pass --bf16 instead, or load the weights as float32"
+        "--fp16 scales gradients, which CUDA does not do for those of bfloat16 weights (not"
+        " implemented for 'BFloat16'): pass --bf16 instead, or load the weights as float32"
     ),
 }  # parts of errors that also fail on a card, each with the fix
 
@@ -50,7 +50,7 @@ def make_plan_error(error: Exception) -> PlanError:
         return error
     why = next((why for words, why in _WHY.items() if words in str(error)), None)
     if why is not None:
-        return PlanError(f"the dry run failed, and so will the run: {why}")
+        return PlanError(f"the dry run failed, and the run will fail too: {why}")
     return PlanError(
         f"the dry run failed: {type(error).__name__}: {first_line(error)}{_name_place(error)}"
     )

@@ -137,8 +137,8 @@ class CardReader:
         except Exception as error:  # noqa: BLE001 - a monitor's error must not end the training
             self._device = None
             logger.warning(
-                "survive_oom no longer reads the memory of %s: %s: %s. Training goes on, and "
-                "nothing more is rehearsed",
+                "survive_oom no longer reads the memory of %s: %s: %s. Training continues,"
+                " without further rehearsals",
                 self.name,
                 type(error).__name__,
                 error,
@@ -174,8 +174,7 @@ def judge_left_over(
         held = [f"{list(tensor.shape)} held by {tensor.holder}" for tensor in tensors]
     return Finding.warning(
         code="out-of-memory-leftover",
-        summary=f"{size(left_bytes)} of an attempt that did not fit are still allocated on "
-        f"{card.name}",
+        summary=f"a failed attempt left {size(left_bytes)} allocated on {card.name}",
         evidence="; ".join(held) or "no holder found",
         remedy="Store numbers there, not tensors: .item(), or .detach().cpu(). The retry lacks "
         "this memory.",

@@ -32,8 +32,8 @@ class Family:
 
 
 VOUCH = (
-    " (vouch_for_loss=True says that it is a sum or a mean over examples, and compares none with "
-    "another; it is measured then)"
+    " (vouch_for_loss=True declares it a sum or mean over examples that compares none with"
+    " another; survival then measures that)"
 )
 
 
@@ -178,10 +178,10 @@ def _family_of(trainer: HfTrainer, compute_loss: Callable[..., Any]) -> Family |
         return NoFamily(why)
     if any(kind.__name__ == "BCOTrainer" for kind in kinds):
         why = "its reward baseline is a mean over the micro-batch"
-        return NoFamily(f"the loss of {type(trainer).__name__} cannot be divided: {why}")
+        return NoFamily(f"the loss of {type(trainer).__name__} cannot be split: {why}")
     if callable(trainer.compute_loss_func):  # TRL's GRPO passes a string as a marker
         return _unknown(
-            "compute_loss_func is a loss of your own, and whether it can be divided is not known"
+            "compute_loss_func is a custom loss, and it is unknown whether it can be split"
         )
     # TRL's trainers have a second method of that name, which is the one to override.
     owner = next(c for c in kinds if vars(c).keys() & {"compute_loss", "_compute_loss"})
@@ -189,7 +189,8 @@ def _family_of(trainer: HfTrainer, compute_loss: Callable[..., Any]) -> Family |
     here = getattr(compute_loss, "__module__", "").partition(".")[0]
     if library in ("transformers", "trl") and here != library:
         return NoFamily(
-            "trainer.compute_loss was replaced already: by survive_oom, which detaches, or by you"
+            "trainer.compute_loss was already replaced: by survive_oom, which you can detach,"
+            " or by you"
         )
     return _family_of_class(trainer, owner)
 
@@ -217,15 +218,15 @@ def _family_of_model(trainer: HfTrainer) -> Family | NoFamily:
     owner = next(c for c in type(model).__mro__ if "forward" in vars(c))
     if not owner.__module__.startswith("transformers."):
         return _unknown(
-            f"{owner.__name__}.forward is not that of transformers, and whether its loss can be "
-            "divided is not known"
+            f"{owner.__name__}.forward is not that of transformers, and it is unknown whether"
+            " its loss can be split"
         )
     if "_loss_function" in vars(model):
         return _unknown(
-            f"the loss_function of {kind} was replaced, and whether it can be divided is not known"
+            f"the loss_function of {kind} was replaced, and it is unknown whether it can be split"
         )
     if replaced := find_replaced_loss(trainer.model):
-        return _unknown(f"{replaced}, and whether that loss can be divided is not known")
+        return _unknown(f"{replaced}, and it is unknown whether that loss can be split")
     if loss == "ForConditionalGeneration" and model.config.is_encoder_decoder:
         return _ALIGNED
     # Others of that name have labels instead, or search beams with a loss for each.
@@ -244,7 +245,7 @@ def _family_of_model(trainer: HfTrainer) -> Family | NoFamily:
 
 def _family_of_sft(trainer: HfTrainer) -> Family | NoFamily:
     if replaced := find_replaced_loss(trainer.model):
-        return _unknown(f"{replaced}, and whether that loss can be divided is not known")
+        return _unknown(f"{replaced}, and it is unknown whether that loss can be split")
     # trl before 1.3 also averages entropy over prompts; with Liger there is an accuracy instead.
     return (
         _CAUSAL if trainer.args.use_liger_kernel else replace(_CAUSAL, share=shares.ATTENDED_TOKENS)

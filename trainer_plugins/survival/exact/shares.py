@@ -63,7 +63,7 @@ def labels_of(inputs: Inputs) -> torch.Tensor:
     """Return the labels that weigh the parts. Raises IndivisibleError if there are none."""
     labels = inputs.get("labels")
     if not torch.is_tensor(labels):
-        raise IndivisibleError("it has no `labels` to weigh its parts with")
+        raise IndivisibleError("it has no `labels` to weight its parts with")
     return labels
 
 

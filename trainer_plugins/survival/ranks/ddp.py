@@ -171,10 +171,10 @@ def _settings(made_with: object) -> Iterator[str]:
     if getattr(made_with, "static_graph", False):
         yield "DDP with static_graph repeats its first backward pass, and those of pieces differ"
     if getattr(made_with, "gradient_as_bucket_view", False):
-        yield "DDP with gradient_as_bucket_view does not tell which gradients are final"
+        yield "DDP with gradient_as_bucket_view does not show which gradients are final"
     has_hook = str(getattr(made_with, "comm_hook", "no")) != "no"
     if has_hook or getattr(made_with, "_comm_hooks", None):
-        yield "a communication hook of DDP may not fit itself, and the other ranks wait then"
+        yield "a DDP communication hook may run out of memory itself, while the other ranks wait"
 
 
 def _state(wrapped: DistributedDataParallel) -> Iterator[str]:

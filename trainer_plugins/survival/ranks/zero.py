@@ -78,7 +78,7 @@ class Zero(Together):
             yield "this accelerate counts pieces as micro-batches of the window: use 1.15 or newer"
         yield from _judge_config(plugin.deepspeed_config)
         if "pipeline" in plugin.deepspeed_config or hasattr(trainer.model, "pipeline_enable"):
-            yield "pipeline parallelism is not supported: it cuts micro-batches itself"
+            yield "pipeline parallelism is not supported: it splits micro-batches itself"
         if (engine := getattr(trainer, "deepspeed", None)) is not None:
             yield from _judge_engine(engine)  # not there yet at attach
 
@@ -224,7 +224,7 @@ def _watch_brake() -> None:
         except RuntimeError:  # the store went with the rank that kept it
             return
         if int(who) != rank:
-            sys.stderr.write(f"rank {rank} stops, because rank {who} cannot go on: {why}\n")
+            sys.stderr.write(f"rank {rank} stops, because rank {who} cannot continue: {why}\n")
         threading.main_thread().join(_GRACE_SECONDS)
         if threading.main_thread().is_alive():
             sys.stderr.write(

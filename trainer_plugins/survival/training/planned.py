@@ -45,7 +45,7 @@ class PlannedPieces(Recovery):
         if run.ranks.on_any(bool(why)):
             run.memo.limit = math.inf
             why = why or "those of another rank cannot"
-            run.attached.say(report_not_attached([f"micro-batches cannot be divided: {why}"]))
+            run.attached.say(report_not_attached([f"micro-batches cannot be split: {why}"]))
 
     @classmethod
     def may_divide(cls, run: TrainingRun, micro: MicroBatch) -> bool:
@@ -175,9 +175,7 @@ class Replay(PlannedPieces):
             else:
                 memo.limit = self._ranks.agree(self._lower_by_measured(limit))
                 return
-        self._climb(
-            why or "another rank has nothing smaller to try, and there is nothing left to switch on"
-        )
+        self._climb(why or "another rank has nothing smaller to try, and nothing left to switch on")
 
     def _lacks_weight(self) -> bool:
         """Return whether this rank needs a measurement; one that is only due waits for a window."""
@@ -201,7 +199,7 @@ class Replay(PlannedPieces):
                 continue
             if self._ranks.on_any(replay._layout is None) or replay._layout is None:
                 raise IndivisibleError(
-                    replay._why_whole or "a micro-batch of another rank cannot be divided"
+                    replay._why_whole or "a micro-batch of another rank cannot be split"
                 )
             replay._measure(replay._layout, replay._num_fit(limit))
 

@@ -76,8 +76,8 @@ class Recovery:
                 return changed
         if self._run.has_exchanged_parameters():
             return (
-                "the model has other parameters than when training began, and their gradients "
-                "were not watched"
+                "the model's parameters have changed since training began, so new gradients"
+                " were not watched"
             )
         return ""
 

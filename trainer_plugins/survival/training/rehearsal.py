@@ -111,8 +111,8 @@ class _Rehearsal:
             summary = f"not even {least} of {self._what} fit at once: a step with them will fail"
         if num_fit < self.num:
             summary += (
-                f"; micro-batches of more than {self._run.memo.limit:.0f} tokens (rows x padded "
-                "length) are divided"
+                f"; micro-batches of more than {self._run.memo.limit:.0f} tokens (rows x"
+                " padded length) will be split"
             )
         return summary
 
@@ -152,16 +152,19 @@ def _longest_batch(run: TrainingRun, inputs: Inputs) -> Inputs:
         if isinstance(layout, Completions):
             if run.ranks.recovery is HowToRecover.PLANNED:
                 return layout.longest(inputs, getattr(trainer.args, "max_completion_length", None))
+<<<<<<< HEAD
             # They may never get that long, and we can survive a failure.
             logger.info("nothing is rehearsed: the length of completions is not known yet")
+=======
+            # They may never get so long, and a failure can be survived.
+            logger.info("nothing is rehearsed: the length of completions is unknown")
+>>>>>>> 5334498223caeace7f387ed64e7fb1fa1dfec355
             return {}
     loader = trainer.callback_handler.train_dataloader
     dataset, collate = getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)
     rows = LongestRows(dataset, collate, trainer._train_batch_size, trainer.model)
     if not rows:
-        logger.info(
-            "nothing is rehearsed: %s cannot be asked for single rows", type(dataset).__name__
-        )
+        logger.info("nothing is rehearsed: %s cannot return single rows", type(dataset).__name__)
         return {}
     batch: Inputs = trainer._prepare_inputs(rows.batch(len(rows)))
     return batch

@@ -95,7 +95,7 @@ def enable(capacity_bytes: int | None = None, card: SimCard | None = None) -> No
     if _enabled is not None:
         if card is not None and card.path != _enabled.card.path:
             raise ValueError(
-                f"simgpu uses the card {_enabled.card.path} already, and cannot change it"
+                f"simgpu already uses the card {_enabled.card.path}, and cannot change it"
             )
         if capacity_bytes is not None:
             set_capacity(capacity_bytes)

@@ -45,7 +45,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--capacity",
         metavar="SIZE",
-        help="the memory of the card, such as 2GiB; not needed for a card that exists",
+        help="memory of the card, such as 2GiB; not needed for an existing card",
     )
     parser.add_argument("--card", metavar="PATH", help="a card file to share with other processes")
     parser.add_argument("-m", dest="module", action="store_true", help="the command is a module")

@@ -24,8 +24,8 @@ _LEAST_OTHERS_BYTES = 2 * GIB
 _LEAST_OTHERS_FRACTION = 0.15
 _IMPORTANT_FRACTION = 0.85
 _MASKED = (
-    "the card was full, and torch could not say how: NVML failed (MIG, Jetson, a container,"
-    " a driver that was updated)"
+    "the card was full, and torch has no numbers: NVML failed (MIG, Jetson, a container, an"
+    " updated driver)"
 )
 
 
@@ -34,12 +34,12 @@ def impossible_size(facts: TextFacts) -> Cause | None:
     is_cut = "1EB" in facts.oom.text  # torch's word for any larger size
     if not is_cut and (facts.asked_bytes or 0) <= IMPOSSIBLE_BYTES:
         return None
-    asked = "It asked for {requested_bytes} at once."
+    asked = "The request was {requested_bytes} at once."
     return cause(
         "impossible-size",
-        "It asked for more than 1 EB at once." if is_cut else facts.states(asked),
-        "An index, a shape or a length is wrong, or was read from damaged data: no setting of"
-        " memory helps.",
+        "The request was more than 1 EB at once." if is_cut else facts.states(asked),
+        "An index, a shape or a length is wrong, or comes from damaged data: no memory"
+        " setting helps.",
     )
 
 
@@ -49,9 +49,9 @@ def largest_block(facts: TextFacts) -> Cause | None:
         return None
     return cause(
         "api-misuse",
-        facts.states("It asked for {requested_bytes} at once on a card of {capacity_bytes}."),
+        facts.states("The request was {requested_bytes} at once, on a card of {capacity_bytes}."),
         facts.users_line,
-        summary="one tensor is larger than the 4 GiB that this card allocates at once",
+        summary="one tensor exceeds the 4 GiB that this card allocates at once",
     )
 
 
@@ -94,23 +94,23 @@ def judge_refusal(facts: TextFacts) -> Cause | None:
     return cause(
         "contradictory",
         facts.states(f"It asked for {{requested_bytes}} while {{free_bytes}}{of} were free."),
-        "Asking for less may not help: the limit is not the card's size.",
+        "A smaller request may fail too: some limit is below the card's size.",
         doubt="The text does not show which limit it was: the system's (WSL, Windows, ROCm, unified"
-        " memory), the number of mappings, or a neighbour that released memory before the message"
+        " memory), the number of mappings, or a process that freed memory before the message"
         " was written. `nvidia-smi` during the run, and `dmesg`, settle it",
     )
 
 
 def _judge_early_refusal(facts: TextFacts) -> Cause:
-    asked = "It asked for {requested_bytes} of {capacity_bytes}; torch held nothing."
+    asked = "The request was {requested_bytes} of {capacity_bytes}; torch held nothing."
     return cause(
         "contradictory",
         facts.states(asked)
         if facts.asked_bytes and facts.total_bytes
-        else "Nothing had been asked for yet.",
-        summary="memory was refused before this process held any",
-        doubt="The text does not show how much was free: another process, or a limit of the driver"
-        " (of one allocation, of mappings, of WSL). `nvidia-smi` before the start settles it",
+        else "It was the first request.",
+        summary="the card refused memory before this process held any",
+        doubt="The text does not show how much was free: another process, or a driver limit (of one"
+        " allocation, of mappings, of WSL). `nvidia-smi` before the start settles it",
     )
 
 
@@ -122,10 +122,10 @@ def judge_spill(facts: TextFacts) -> Cause | None:
     return cause(
         "capacity",
         facts.states("{allocated_bytes} were allocated on a card of {capacity_bytes}."),
-        "The driver lends main memory then, which is many times slower than the card's.",
-        summary="the run needs more than the card has, and spilled into main memory before",
+        "The driver then uses main memory, which is many times slower than the card's.",
+        summary="the run needs more memory than the card has, and had spilled into main memory",
         doubt="The text does not show that Windows or WSL lends memory: an engine that sleeps"
-        " (vLLM) may count what it has released; its log shows that",
+        " (vLLM) may count released memory; its log shows that",
         is_sure=facts.is_windows,
     )
 
@@ -143,14 +143,14 @@ def mps_other(facts: TextFacts) -> Cause | None:
     return cause(
         "mps-other",
         say(
-            "{other_bytes} of the {allowed_bytes} that are allowed are 'other allocations': torch's"
+            "{other_bytes} of the {allowed_bytes} limit are 'other allocations': torch's"
             " cache, Metal's graphs, or other libraries.",
             other_bytes=held,
             allowed_bytes=limit,
         ),
         facts.states("Live tensors hold {allocated_bytes}."),
-        doubt="The text does not show whether it is cache that can be released or what Metal needs:"
-        " print torch.mps.driver_allocated_memory() before and after torch.mps.empty_cache()",
+        doubt="The text does not show whether torch's cache or Metal holds it: print"
+        " torch.mps.driver_allocated_memory() before and after torch.mps.empty_cache()",
     )
 
 
@@ -162,7 +162,7 @@ def fragmentation(facts: TextFacts) -> Cause | None:
     return cause(
         "fragmentation",
         facts.states(
-            "It asked for {requested_bytes}; torch held {unused_bytes} under no tensor, and"
+            "The request was {requested_bytes}; torch held {unused_bytes} unused, and"
             " {free_bytes} were free."
         ),
         doubt=f"The text does not show how the pieces lie. `{setting}` settles it: if it fails"
@@ -190,12 +190,12 @@ def mostly_cache(facts: TextFacts) -> Cause | None:
     return cause(
         "fragmentation",
         say(
-            "The log shows {reserved_bytes} reserved, and at most {peak_allocated_bytes} allocated:"
-            " the rest is the allocator's cache.",
+            "The log shows {reserved_bytes} reserved, but at most {peak_allocated_bytes}"
+            " allocated: the rest is the allocator's cache.",
             reserved_bytes=int(reserved),
             peak_allocated_bytes=int(live),
         ),
-        summary="the allocator's cache fills the card, in pieces that fit no request",
+        summary="the allocator's cache fills the card, in pieces too small for the requests",
         doubt="The text does not show how the pieces lie: torch.cuda.memory_summary() before the"
         " failing step shows inactive_split bytes",
     )
@@ -224,11 +224,12 @@ def wrong_shape(facts: TextFacts) -> Cause | None:
         return None
     return cause(
         "api-misuse",
-        facts.states("It asked for {requested_bytes} at once on a card of {capacity_bytes}."),
+        facts.states("The request was {requested_bytes} at once, on a card of {capacity_bytes}."),
         facts.users_line,
         grade="possible",
-        doubt="The text does not show whether the shape is meant: print the shapes of the inputs of"
-        " that line; a wrong axis, an unpadded length or a full data set in one batch are usual",
+        doubt="The text does not show whether you meant this shape: print the shapes of that line's"
+        " inputs. Usual causes are a wrong axis, an unpadded length, or a full data set in one"
+        " batch",
     )
 
 
@@ -241,10 +242,10 @@ def capacity(facts: TextFacts) -> Cause:
     if limit is not None and total is not None and "MPS" not in facts.oom.text:
         filled = facts.states("This process may use only {limit_bytes} of {capacity_bytes}.")
     elif live is not None and total:
-        words = "{allocated_bytes} of {capacity_bytes} ({live_fraction}) are under live tensors."
+        words = "Live tensors hold {allocated_bytes} of {capacity_bytes} ({live_fraction})."
         filled = facts.states(words, live_fraction=live / total)
     outside = say(
-        "{own_outside_bytes} of this process are outside torch: NCCL, graphs, other libraries.",
+        "This process holds {own_outside_bytes} outside torch: NCCL, graphs, other libraries.",
         own_outside_bytes=facts.outside_torch_bytes,
     )
     evidence = [
@@ -256,14 +257,14 @@ def capacity(facts: TextFacts) -> Cause:
     ]
     if facts.oom.source == "driver" and total is None:
         doubt = (
-            "The driver's words do not say which memory it was: the card's, full of others' or of"
-            " this run (`nvidia-smi` while it fails), or pinned main memory, if there was room"
+            "The driver does not say which memory was full: the card's, used by others or by this"
+            " run (`nvidia-smi` while it fails), or, if the card had room, pinned main memory"
         )
     else:
         doubt = (
             "The text does not show what fills the card: weights, optimizer states, activations or"
-            " what earlier steps have left. `trainer-plugins plan` predicts what this run should"
-            " need" + ("" if facts.frames else "; a traceback would show where it failed")
+            " leftovers of earlier steps. `trainer-plugins plan` predicts the need of this run"
+            + ("" if facts.frames else "; a traceback would show where it failed")
         )
     return cause(
         "capacity",

@@ -41,12 +41,12 @@ def shm(facts: TextFacts) -> Cause | None:
     if facts.oom.source != "shared":
         return None
     is_nccl = "nccl" in facts.oom.text
-    sent = "What ranks of one host send goes" if is_nccl else "Batches of dataloader workers go"
+    sent = "Data between ranks of one host goes" if is_nccl else "Batches of dataloader workers go"
     return cause(
         "shm",
         facts.words,
         f"{sent} through /dev/shm; a container has 64 MiB of it.",
-        doubt="A bus error has other reasons too: `df -h /dev/shm` during the run settles it",
+        doubt="A bus error has other causes too: `df -h /dev/shm` during the run settles it",
         is_sure=facts.oom.is_certain,
     )
 
@@ -59,14 +59,14 @@ def nccl(facts: TextFacts) -> Cause | None:
     return cause(
         "nccl",
         facts.words,
-        f"The text has `{by_host[0]}`: ranks exchange data there through main memory."
+        f"The log names `{by_host[0]}`: there, ranks exchange data through main memory."
         if by_host
         else "NCCL allocates outside torch, and torch's cache does not make room for it.",
-        summary="NCCL could not register its shared memory: main memory, not the card's"
+        summary="NCCL could not register shared memory: main memory was short, not the card's"
         if by_host
         else "",
-        doubt="NCCL says the same of the card's memory and of main memory that it registers:"
-        " NCCL_DEBUG=INFO prints the file, and `nvidia-smi` shows whether the card had room",
+        doubt="NCCL reports the card's memory and registered main memory alike: NCCL_DEBUG=INFO"
+        " prints the file, and `nvidia-smi` shows whether the card had room",
     )
 
 
@@ -86,13 +86,13 @@ def host_end(facts: TextFacts) -> Cause | None:
     is_limited = by_limit or (is_killed and is_memory and facts.says(_LIMITING))
     summary = ""
     if not is_limited and not by_kernel and not is_memory:
-        summary = "killed by a signal (SIGKILL): by the kernel for main memory, preemption, scancel"
+        summary = "killed by SIGKILL: by the kernel for main memory, preemption or scancel"
     elif not is_limited and "DataLoader worker" in facts.oom.text:
         summary = WORKER_KILLED
     elif not is_limited and facts.says(SAVE_LINE):
         summary = f"{SUMMARIES['host-kill']} while a checkpoint was saved"
     elif not is_limited and not facts.progress and facts.says(LOAD_BAR):
-        summary = f"{SUMMARIES['host-kill']} in the load, when each rank reads the model"
+        summary = f"{SUMMARIES['host-kill']} while each rank loaded the model"
     return cause(
         "host-limit" if is_limited else "host-kill",
         facts.words,
@@ -100,7 +100,7 @@ def host_end(facts: TextFacts) -> Cause | None:
         _host_states(facts),
         summary=summary,
         grade=None if is_limited or by_kernel or is_memory else "possible",
-        doubt=f"SIGKILL does not say who sent it: {name_killer(facts)} settles it",
+        doubt=f"The log does not show who sent the SIGKILL: {name_killer(facts)} settles it",
         is_sure=(by_limit and facts.oom.is_certain) or (by_kernel and not is_limited),
     )
 
@@ -108,7 +108,7 @@ def host_end(facts: TextFacts) -> Cause | None:
 def name_killer(facts: TextFacts) -> str:
     """Name the tool that shows the sender of SIGKILL, given where the run was."""
     if facts.says(HOSTED):
-        return "the notebook's own display of RAM, while it runs,"
+        return "the notebook's own RAM display, while it runs,"
     if facts.says(SLURM):
         return f"`{advice.ASK_SLURM.flag(Door.SHELL)}`"
     if facts.says(CONTAINER):
@@ -149,7 +149,7 @@ def host_alloc(facts: TextFacts) -> Cause | None:
     """Main memory refused one allocation."""
     if facts.oom.source != "host" or not facts.oom.is_certain:
         return None
-    words = "It asked for {requested_bytes} of main memory."
+    words = "The request was {requested_bytes} of main memory."
     asked = facts.states(words) if facts.asked_bytes else ""
     return cause("host-alloc", facts.words, asked, facts.users_line, _host_use(facts))
 
@@ -165,10 +165,10 @@ def judge_pinned(facts: TextFacts) -> Cause | None:
     return cause(
         "pinned",
         f"It failed in {frame}." if frame else facts.words,
-        "The text speaks of WSL, which can pin half of its memory at most." if is_wsl else "",
-        "The driver's words have no numbers of torch's, as for pinned memory.",
-        doubt="The driver's words do not say which memory: if `nvidia-smi` shows room on the card"
-        " while it fails, it is main memory; WSL pins half of what it has at most",
+        "The text mentions WSL, which can pin at most half of its memory." if is_wsl else "",
+        "The driver's message has none of torch's numbers, as for pinned memory.",
+        doubt="The driver's message does not say which memory was full: if `nvidia-smi` shows room"
+        " on the card while it fails, it is main memory; WSL pins at most half of it",
         is_sure=is_certain,
     )
 
@@ -190,7 +190,8 @@ def _host_use(facts: TextFacts) -> str | Said:
     if not used:
         return ""
     return say(
-        "DeepSpeed last saw {host_used_bytes} of main memory in use, {host_used_fraction} of it.",
+        "DeepSpeed last reported {host_used_bytes} of main memory in use,"
+        " {host_used_fraction} of it.",
         host_used_bytes=int(float(used[-1][1]) * GIB),  # psutil's bytes by 2**30, labelled GB
         host_used_fraction=float(used[-1][2]) / 100,
     )

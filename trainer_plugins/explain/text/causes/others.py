@@ -24,7 +24,7 @@ _REFUSALS = (
     (r"out of memory", "the inference engine's pool of requests or tokens is full"),
     (r"on startup", "the inference engine asks for a larger share of the card than is free"),
     (r"max seq len", "the longest request does not fit in the inference engine's KV cache"),
-    (r"", "the inference engine's share of the card leaves nothing for its KV cache"),
+    (r"", "the inference engine's share of the card leaves no room for its KV cache"),
 )
 
 
@@ -40,11 +40,11 @@ def own_ranks(facts: TextFacts) -> Cause | None:
         "ddp-gpu0",
         sum_of(facts),
         f"{_names(facts)[:-1]}: alike, and the text shows several ranks ({facts.has_ranks}).",
-        summary=f"several ranks share GPU {facts.oom.device or 0}: each needs the one of its"
+        summary=f"several ranks share GPU {facts.oom.device or 0} instead of the GPU of their"
         " LOCAL_RANK",
-        doubt="The text does not show that these processes are ranks of this launch: print"
-        " os.environ['LOCAL_RANK'] and torch.cuda.current_device() in each of them; a device_map, a"
-        ' "cuda:0", or one visible card for all of them puts all on it',
+        doubt="The text does not show whether these processes are ranks of this launch: print"
+        " os.environ['LOCAL_RANK'] and torch.cuda.current_device() in each; a device_map, a"
+        ' "cuda:0", or one visible card for all puts them on the same card',
     )
 
 
@@ -58,15 +58,15 @@ def ddp_gpu0(facts: TextFacts) -> Cause | None:
     return cause(
         "ddp-gpu0",
         say(
-            "nvidia-smi lists {num_processes} processes on card {card} that hold another card too,"
-            " with {stray_bytes} on card {card}.",
+            "nvidia-smi lists {num_processes} processes on card {card} that also hold another"
+            " card, with {stray_bytes} on card {card}.",
             num_processes=len(stray),
             card=str(first),
             stray_bytes=sum(one.num_bytes for one in stray),
         ),
-        summary=f"several ranks hold memory on card {first} in addition to their own card",
-        doubt="The text does not show where the context is opened: look for torch.load onto a card,"
-        " and for CUDA calls before torch.cuda.set_device",
+        summary=f"several ranks hold memory on card {first} besides their own card",
+        doubt="The text does not show what opens the context there: look for torch.load onto a"
+        " card, and for CUDA calls before torch.cuda.set_device",
     )
 
 
@@ -94,7 +94,7 @@ def data_parallel(facts: TextFacts) -> Cause | None:
     return cause(
         "data-parallel",
         *evidence[:2],
-        doubt="A model that device_map spreads over the cards looks alike in nvidia-smi: print"
+        doubt="A model that device_map spreads over the cards looks the same in nvidia-smi: print"
         " type(trainer.model_wrapped), or see whether torchrun started the script",
     )
 
@@ -106,7 +106,7 @@ def engine_share(facts: TextFacts) -> Cause | None:
         return None
     if facts.oom.source == "engine":
         summary = next(summary for each, summary in _REFUSALS if re.search(each, words))
-        return cause("engine-share", f"The engine's words are: {quote(words)}", summary=summary)
+        return cause("engine-share", f"The engine says: {quote(words)}", summary=summary)
     inside = facts.find_call(r"[/\\](?:vllm|sglang)(?=[/\\ ])|\b(?:vllm|sglang)\.")
     engine = inside or re.search(ENGINE, facts.writer + words)
     if not facts.frames:
@@ -117,17 +117,17 @@ def engine_share(facts: TextFacts) -> Cause | None:
     if not warming and not engine and not (_is_crowded(facts) and facts.says(ENGINE)):
         return None
     if warming:
-        why = "The engine reports that it ran out while it was warmed up."
+        why = "The engine reports that it ran out of memory during warm-up."
     elif engine:
         why = f"It failed in {inside or facts.writer or 'vLLM, as the words show'}."
     else:
-        why = "The text speaks of vLLM or SGLang on the same card."
+        why = "The text mentions vLLM or SGLang on the same card."
     return cause(
         "engine-share",
         sum_of(facts) if facts.others_bytes is not None else "",
         why,
         doubt="The text does not show whether the engine or the training takes too much: the"
-        " engine's log has what it reserved for its KV cache",
+        " engine's log states how much it reserved for its KV cache",
         is_sure=warming and facts.oom.is_certain,
     )
 
@@ -145,8 +145,8 @@ def gave_up(facts: TextFacts) -> Cause | None:
     return cause(
         "capacity",
         facts.words,
-        summary="not even one row fits: auto_find_batch_size has tried all sizes down to it",
-        doubt="The text has neither the OOM that was caught nor what the tries before it left: the"
+        summary="not even one row fits: auto_find_batch_size has tried every size down to one",
+        doubt="The text shows neither the OOM that was caught nor what earlier attempts left: the"
         f" run prints it with {advice.PRINT_THE_OOM.flag(Door.TRAINER)}",
     )
 
@@ -175,9 +175,10 @@ def foreign(facts: TextFacts) -> Cause | None:
             "ddp-gpu0",
             sum_of(facts),
             f"It failed in {frame}.",
-            summary="a checkpoint is loaded onto the card it was saved from, on which others are",
-            doubt="The text does not show whether the others are ranks of this run that load onto"
-            " the same card: `nvidia-smi` settles it",
+            summary="a checkpoint is loaded onto the card it was saved from, which other processes"
+            " use",
+            doubt="The text does not show whether the other processes are ranks of this run that"
+            " load onto the same card: `nvidia-smi` settles it",
         )
     is_sure = bool(facts.neighbours) or facts.others_bytes >= _SURE_FRACTION * facts.total_bytes
     is_sure = is_sure and not facts.has_ranks
@@ -185,9 +186,11 @@ def foreign(facts: TextFacts) -> Cause | None:
         "foreign",
         sum_of(facts),
         _names(facts),
-        "It is not this run: no batch size, no allocator setting helps." if is_sure else "",
-        doubt="Other ranks of this run, or memory of this process outside torch, would look alike:"
-        f" `{advice.LIST_PROCESSES.flag(Door.SHELL)}` shows which it is",
+        "This run is not the cause: neither a batch size nor an allocator setting helps."
+        if is_sure
+        else "",
+        doubt="Other ranks of this run, or memory of this process outside torch, would look the"
+        f" same: `{advice.LIST_PROCESSES.flag(Door.SHELL)}` shows which it is",
         is_sure=is_sure,
     )
 
@@ -195,8 +198,8 @@ def foreign(facts: TextFacts) -> Cause | None:
 def sum_of(facts: TextFacts) -> Said:
     """Attribute the card's memory to processes."""
     return facts.states(
-        "{capacity_bytes} card: {own_bytes} yours, {free_bytes} free, so {others_bytes} are"
-        " others'. You asked for {requested_bytes}.",
+        "Of the {capacity_bytes} card, you hold {own_bytes} and {free_bytes} are free, so"
+        " others hold {others_bytes}. You asked for {requested_bytes}.",
         own_bytes=facts.own_bytes,
     )
 
@@ -204,7 +207,7 @@ def sum_of(facts: TextFacts) -> Said:
 def _names(facts: TextFacts) -> str:
     found = [f"process {pid} has {size(held)}" for pid, held in facts.neighbours]
     found += [f"{one.name} (pid {one.pid}) has {size(one.num_bytes)}" for one in facts.processes]
-    return f"The text names {', '.join(found[:6])}." if found else ""
+    return f"According to the text, {', '.join(found[:6])}." if found else ""
 
 
 def _judge_table(facts: TextFacts) -> Cause | None:
@@ -223,8 +226,7 @@ def _judge_table(facts: TextFacts) -> Cause | None:
             capacity_bytes=total,
         ),
         _names(facts),
-        doubt="The table may have been made while this run was on the card: make it again when the"
-        " run is gone",
+        doubt="The table may include this run: print it again after the run ends",
     )
 
 
@@ -237,7 +239,7 @@ def _judge_first_touch(facts: TextFacts) -> Cause | None:
         return None
     return cause(
         "foreign",
-        f"The driver refused the first memory that was asked for, in {facts.failed}.",
+        f"The driver refused the first memory request, in {facts.failed}.",
         summary="the card was probably full before this process began",
         grade="possible",
         doubt=f"The message has no numbers: `{advice.SHOW_CARDS.flag(Door.SHELL)}` before the start"
@@ -257,12 +259,12 @@ def leftover(facts: TextFacts) -> Cause | None:
         f"The text shows '{trial[0]}': the trials share one process."
         if trial
         else facts.states(
-            "A notebook asked for {requested_bytes} with {live_fraction} already live.",
+            "A notebook asked for {requested_bytes} with {live_fraction} of the card already live.",
             live_fraction=share,
         ),
         grade="possible",
         doubt="The text does not show whether a cell or a trial ran before: restart the kernel, and"
-        " see whether the first run fails as well",
+        " see whether the first run fails too",
     )
 
 
@@ -274,6 +276,6 @@ def judge_catch(facts: TextFacts) -> Cause | None:
         "leak",
         say("{num_skipped} lines report a skipped batch.", num_skipped=facts.num_skipped),
         summary="the script catches the OOM and keeps its tensors",
-        doubt="The text does not show whether each failure has its own reason: print"
+        doubt="The text does not show whether each failure has its own cause: print"
         " torch.cuda.memory_allocated() after each skipped batch; it should fall back",
     )

@@ -136,8 +136,8 @@ def logits_by_size(facts: TextFacts) -> Cause | None:
     return cause(
         "logits-loss",
         equation,
-        doubt="The text has no traceback, and the size alone speaks for them: the line that failed"
-        " shows whether it computes the loss",
+        doubt="The text has no traceback, and only the size points to the logits: the line that"
+        " failed shows whether it computes the loss",
     )
 
 
@@ -148,10 +148,10 @@ def long_sample(facts: TextFacts) -> Cause | None:
         return None
     return cause(
         "long-sample",
-        f"It had fitted for some time: {facts.progress}.",
+        f"It had run for some time: {facts.progress}.",
         grade="possible",
-        doubt="A longer batch, memory that grows from step to step, and what an evaluation left"
-        f" look alike here: `{advice.OBSERVE.flag(Door.SHELL)}` records which it is",
+        doubt="A longer batch, steady memory growth, and leftovers of an evaluation look the same"
+        f" here: `{advice.OBSERVE.flag(Door.SHELL)}` records which it is",
     )
 
 
@@ -169,8 +169,8 @@ PLACES: tuple[Rule, ...] = (
             "合并|导出|export|merge",
         )
         + r"|\b(?:merge_and_unload|save_pretrained_(?:merged|gguf)|push_to_hub_(?:merged|gguf))",
-        unknown="what else is on the card: the trainer, its optimizer and a base in 4 bits, whose"
-        " weights are made 16 bits to be merged",
+        unknown="what else is on the card: the trainer, its optimizer, a 4-bit base that merging"
+        " turns into 16 bits",
     ),
     ByFrame(
         code="eval-logits",
@@ -181,8 +181,8 @@ PLACES: tuple[Rule, ...] = (
             r"(?:eval\w*|validat\w+|predict\w*)\b[^.!?]{0,40}?\b(?:compute_metrics|metrics?|logits)"
         )
         + r"|\b\w*metrics?\b[^.!?]{0,40}?\beval|\beval\w*\b[^.!?]{0,40}?\b\w*metrics?\b",
-        unknown="how many batches had been kept: with no compute_metrics, or with"
-        f" {advice.OUTPUTS_TO_MAIN_MEMORY.flag(Door.TRAINER)}, it should not come back",
+        unknown="how many batches it had kept: with no compute_metrics, or with"
+        f" {advice.OUTPUTS_TO_MAIN_MEMORY.flag(Door.TRAINER)}, the OOM should not come back",
     ),
     ByFrame(
         code="eval-batch",
@@ -194,9 +194,9 @@ PLACES: tuple[Rule, ...] = (
             "eval|val|evaluate|验证|评估|预测|predict",
         )
         + r"|\bfor validation\b",
-        summary="evaluation does not fit: its batch, or what training and earlier batches left",
-        unknown="whether the batch or kept outputs are too large: see whether it fails with"
-        f" {advice.SMALLER_EVAL_BATCH.flag(Door.TRAINER, rows=1)} at the first batch too",
+        summary="evaluation does not fit: its batch, or leftovers of training and earlier batches",
+        unknown="whether the batch or kept outputs are too large: see whether the first batch also"
+        f" fails with {advice.SMALLER_EVAL_BATCH.flag(Door.TRAINER, rows=1)}",
     ),
     ByFrame(
         code="save-gather",
@@ -210,7 +210,7 @@ PLACES: tuple[Rule, ...] = (
             r"(?:checkpoint )?sav(?:e|es|ed|ing)\b|(?:writ\w+|stor\w+) (?:a |the )?checkpoint",
             "保存|存储|save",
         ),
-        unknown="how large the gathered state is: weights in fp32 take 4 bytes a parameter",
+        unknown="how large the gathered state is: weights in fp32 take 4 bytes per parameter",
     ),
     ByFrame(
         code="resume-load",
@@ -231,15 +231,15 @@ PLACES: tuple[Rule, ...] = (
         pattern=r"\bReducer\(|_ddp_init_helper",
         innermost=4,
         solve=solve_gradients,
-        unknown="in which dtype the trained weights are: print next(model.parameters()).dtype",
+        unknown="the dtype of the trained weights: print next(model.parameters()).dtype",
     ),
     ByFrame(
         code="load-too-large",
         pattern=SHARDING,
         unless=r"training_step|\bforward\b|backward|_unshard|save",
-        summary="the full weights, before they are sharded, do not fit on the card",
-        unknown="whether each rank loads the full model onto its card or only one does:"
-        " `nvidia-smi` while it starts shows which cards are full",
+        summary="the full weights do not fit on the card before they are sharded",
+        unknown="whether every rank or only one loads the full model onto its card: `nvidia-smi`"
+        " shows during the start which cards fill up",
     ),
     ByFrame(
         code="load-too-large",
@@ -252,15 +252,15 @@ PLACES: tuple[Rule, ...] = (
             r"load(?:s|ed|ing)?\b[^.!?]{0,24}?(?:model|weights|shards|base)|from_pretrained",
             "加载模型|加载权重|模型加载",
         ),
-        unknown="whether something else was on the card already: compare parameters x bytes with"
-        " what `nvidia-smi` shows as free before the start",
+        unknown="whether the card was already in use: compare parameters x bytes with the memory"
+        " `nvidia-smi` shows as free before the start",
     ),
     ByFrame(
         code="adapter-delta",
         pattern=r"get_delta_weight|_LoraParameterProxy|_low_prec_add|baddbmm\(W|\bdora\.py"
         r"|get_weight_norm",
-        unknown="how large the delta is: all experts of a layer at once if target_parameters names"
-        " them, however few rows there are",
+        unknown="how large the delta is: if target_parameters names them, all experts of a layer at"
+        " once, however few rows you train",
     ),
     logits_loss,
     ByFrame(
@@ -277,13 +277,13 @@ PLACES: tuple[Rule, ...] = (
         innermost=3,
         least_bytes=LEAST_QUADRATIC_BYTES,
         solve=solve_scores,
-        unknown="heads, rows and length: print the shapes of query and key",
+        unknown="the heads, rows and length: print the shapes of query and key",
     ),
     ByFrame(
         code="generate-cache",
         pattern=r"past_key_value|cache_utils|DynamicCache|StaticCache|key_cache|value_cache|layer_past"
         r"|KVCache|[/\\]cache\.py",
-        summary="the cache of keys and values of generation has grown too large",
+        summary="the KV cache of generation has grown too large",
         unknown="how long prompts and answers were: print input_ids.shape",
     ),
     ByFrame(
@@ -298,7 +298,7 @@ PLACES: tuple[Rule, ...] = (
         words=_moment(r"optimi[sz]er(?:[._ ']s?)*(?:step|states?|init\w*)"),
         solve=solve_weights,
         unknown="whether the states or the temporaries of a foreach step are too large: if the"
-        " first step fails it is usually the states",
+        " first step fails, it is usually the states",
     ),
     ByFrame(
         code="zero3-gather",
@@ -317,8 +317,8 @@ PLACES: tuple[Rule, ...] = (
         unless=r"training_step|\bforward\b|backward|[/\\]optim|[Oo]ptim\w*(?:\.step|\.py|\()|collat"
         r"|load_state_dict",
         summary="the weights, or a copy of them, do not fit before the first step",
-        unknown="what is moved or copied, and whether something else was on the card already: print"
-        " model.get_memory_footprint() before that line, and see `nvidia-smi` before the start",
+        unknown="which tensors are moved or copied, and whether the card was already in use: print"
+        " model.get_memory_footprint() before that line, and check `nvidia-smi` before the start",
     ),
     ByFrame(
         code="generate-cache",

@@ -46,7 +46,7 @@ def lower(one: Advice, facts: TextFacts) -> Remedy | None:
         new = floor(round(free / total * 100, 3)) / 100
         if new > share:  # what it asked for was free: weights, graphs and cache exceed it together
             return remedy(one, _spell(one, facts, smaller_share(share)), one.effect + default)
-        effect = f"{size(new * total)} of the {size(free)} that are free"
+        effect = f"limits the engine to {size(new * total)} of the {size(free)} that are free"
     elif total and free is not None and asked and asked > free:
         missing = asked - free
         new = smaller_share(share, missing / total)
@@ -75,7 +75,8 @@ def higher(one: Advice, facts: TextFacts) -> Remedy | None:
     new = min(_LARGEST_SHARE, ceil(round(least * 100, 3)) / 100)
     known = f"; {size(missing)} are missing" if missing else ""
     effect = (
-        f"more than {share:g}: what weights and graphs leave of it is the KV cache{known}{default}"
+        f"gives the KV cache the rest of a share above {share:g}, after weights and"
+        f" graphs{known}{default}"
     )
     return remedy(one, _spell(one, facts, new), effect, by_arithmetic=missing and total)
 
@@ -93,7 +94,7 @@ def fewer_sequences(one: Advice, facts: TextFacts) -> Remedy | None:
     """Warm up with fewer sequences: the engine measures its activations with all of them."""
     if named := re.search(r"smaller number for `(--[\w-]+)`", facts.oom.text):
         return remedy(
-            one, f"{named[1]} 8", "its own words: it never asks for more than it has then"
+            one, f"{named[1]} 8", "follows the engine's suggestion, which limits its memory"
         )
     door = _program(facts).door
     has_length = _has_no_cache(facts) and facts.says(_LENGTH)

@@ -26,7 +26,7 @@ SUMMED = (
 )
 _SUMMED_PRICE = (
     "with transformers 5 the gradients of {model} add up over micro-batches, unless you set"
-    " trainer.model_accepts_loss_kwargs = False; survive_oom divides the batch exactly"
+    " trainer.model_accepts_loss_kwargs = False; survive_oom splits the batch exactly"
 )
 WANTED_CARD = r"(?:device|gpu)[\"']?[:=] ?[\"']?cuda:([1-9])"
 _OF_THE_REST = 0.95  # the rest is the card's context and fragmentation
@@ -49,10 +49,10 @@ def _smaller_micro_batch(one: Advice, facts: TextFacts) -> Remedy | None:
         return None
     half, factor = (rows // 2, 2) if rows and rows % 2 == 0 else (1, rows or 2)
     values: dict[str, object] = {"rows": half, "steps": steps * factor} if rows else {}
-    effect, asked = f"{one.effect}; one halving may not be enough", facts.asked_bytes
+    effect, asked = f"{one.effect}. You may have to halve it again", facts.asked_bytes
     has_rows = facts.find_call(r"\bforward\b|backward|loss|logits", innermost=4) is not None
     if asked and has_rows:
-        effect = f"{size(asked // factor)} instead of {size(asked)} there; {effect}"
+        effect = f"asks for {size(asked // factor)} instead of {size(asked)} there. It {effect}"
     door = Door.TRAINER if rows or uses_trainer(facts) else Door.CODE
     found = remedy(one, door, effect, by_arithmetic=asked and has_rows, **values)
     model = facts.says(SUMMED) if uses_trainer(facts) else None
@@ -64,7 +64,7 @@ def _survive(one: Advice, facts: TextFacts) -> Remedy:
         return remedy(one, f"{facts.launched} {one.flag(Door.HYDRA)}")
     found = _suggest_relaunch(one, facts)
     if facts.has_tried_one_row:
-        without = "take auto_find_batch_size out, which begins again with fewer rows"
+        without = "leave out auto_find_batch_size, which starts over with fewer rows"
         return replace(found, effect=f"{found.effect}; {without}")
     return found
 
@@ -89,7 +89,7 @@ def _smaller_eval_batch(one: Advice, facts: TextFacts) -> Remedy | None:
 def _add_shortage(one: Advice, facts: TextFacts) -> Remedy:
     effect, asked, free = "", facts.asked_bytes, facts.free_bytes
     if asked and free is not None and asked > free:
-        effect = f"at least {size(asked - free)} less are needed"
+        effect = f"saves memory: at least {size(asked - free)} are missing"
     return remedy(one, Door.CODE, effect, by_arithmetic=effect)
 
 
@@ -104,7 +104,7 @@ def _shorter_rows(one: Advice, facts: TextFacts) -> Remedy:
     effect, asked = one.effect, facts.asked_bytes
     is_table = facts.find_call(r"attn|attention|softmax|matmul|bmm", innermost=3) is not None
     if asked and is_table:
-        effect = f"{size(asked / 4)} instead of {size(asked)} at half the length; {effect}"
+        effect = f"asks for {size(asked / 4)}, not {size(asked)}, at half the length, and {effect}"
     door = Door.TRL if uses_trainer(facts) else Door.CODE
     return remedy(one, door, effect, by_arithmetic=asked and is_table)
 
@@ -113,13 +113,13 @@ def _expandable_segments(one: Advice, facts: TextFacts) -> Remedy:
     if facts.unused_bytes is None or facts.asked_bytes is None:
         return remedy(one, Door.ENVIRONMENT)
     pieces, needed = size(facts.unused_bytes), size(facts.asked_bytes)
-    effect = f"up to {pieces} in pieces become usable, {needed} are needed"
+    effect = f"joins up to {pieces} of small pieces; {needed} are needed"
     return remedy(one, Door.ENVIRONMENT, effect, by_arithmetic=True)
 
 
 def _list_processes(one: Advice, facts: TextFacts) -> Remedy:
     pids = ", ".join(str(pid) for pid, _ in facts.neighbours) or "the text names none"
-    then = "if they are not this run's own ranks, take another card"
+    then = "if they are not ranks of this run, take another card"
     return remedy(one, Door.SHELL, f"{one.effect} ({pids}): {then}")
 
 
@@ -130,8 +130,8 @@ def _other_card(one: Advice, facts: TextFacts) -> Remedy | None:
     rooms = [each.total_bytes - each.used_bytes for each in facts.cards]
     best = rooms.index(max(rooms)) if rooms else 0 if facts.oom.device else 1
     best = int(wanted[1]) if wanted else best
-    there = f"{size(rooms[best])} were free there" if rooms and not wanted else "if there is one"
-    gone = f"; {size(facts.others_bytes)} are in the way on this one" if facts.others_bytes else ""
+    there = f"where {size(rooms[best])} were free" if rooms and not wanted else "if there is one"
+    gone = f"; others hold {size(facts.others_bytes)} on this one" if facts.others_bytes else ""
     values = {"card": best, "command": facts.launched}
     effect = f"{one.effect}, {there}{gone}"
     return remedy(one, Door.SHELL, effect, by_arithmetic=rooms or gone, **values)
@@ -156,7 +156,7 @@ def _room_in_the_map(one: Advice, facts: TextFacts) -> Remedy:
     if not asked or not total or asked >= total / 2:
         return remedy(one, Door.CODE)
     most = f"{int(_OF_THE_REST * (total - asked) / GIB)}GiB"
-    effect = f"{one.effect}: {size(asked)} were asked for at once"
+    effect = f"{one.effect}: the failing request was {size(asked)}"
     return remedy(one, Door.CODE, effect, by_arithmetic=True, size=most)
 
 
@@ -172,13 +172,15 @@ def _print_shapes(one: Advice, facts: TextFacts) -> Remedy:
 def _look_at(one: Advice, facts: TextFacts) -> Remedy | None:
     if not (place := _place(facts)):
         return None
-    asked = f"{size(facts.asked_bytes)} were asked for at once" if facts.asked_bytes else ""
+    asked = f"shows what asked for {size(facts.asked_bytes)} at once" if facts.asked_bytes else ""
     return remedy(one, Door.CODE, asked, by_arithmetic=asked, place=place)
 
 
 def _fewer_workers(one: Advice, facts: TextFacts) -> Remedy:
     is_growth = facts.progress and not facts.says(r"(?i)dataloader|shared memory|bus error")
-    grows = "it had run for some time: each worker's copy of the data set grows as it is read"
+    grows = (
+        "removes the workers: this run went on for long, and their data copies grow as they read"
+    )
     door = Door.TRAINER if uses_trainer(facts) else Door.CODE
     return remedy(one, door, grows if is_growth else "", workers=0)
 
