@@ -29,7 +29,8 @@ def stream_base(
 
     Cost: main memory the size of the base on each rank, pinned on CUDA. Each micro-batch copies the
     base over the bus twice, except for the resident layers, so prefer a larger micro-batch to
-    gradient accumulation. An 8B on an H100 took 1.02 to 1.46 times as long (docs/internals/measured.md).
+    gradient accumulation. An 8B on an H100 took 1.02 to 1.46 times as long
+    (docs/internals/measured.md).
 
     Args:
         trainer: a `Trainer` of transformers or TRL, alone or under DDP. If the base does not fit

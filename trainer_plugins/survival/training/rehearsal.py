@@ -152,13 +152,8 @@ def _longest_batch(run: TrainingRun, inputs: Inputs) -> Inputs:
         if isinstance(layout, Completions):
             if run.ranks.recovery is HowToRecover.PLANNED:
                 return layout.longest(inputs, getattr(trainer.args, "max_completion_length", None))
-<<<<<<< HEAD
             # They may never get that long, and we can survive a failure.
-            logger.info("nothing is rehearsed: the length of completions is not known yet")
-=======
-            # They may never get so long, and a failure can be survived.
             logger.info("nothing is rehearsed: the length of completions is unknown")
->>>>>>> 5334498223caeace7f387ed64e7fb1fa1dfec355
             return {}
     loader = trainer.callback_handler.train_dataloader
     dataset, collate = getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)

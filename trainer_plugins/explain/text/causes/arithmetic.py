@@ -61,15 +61,15 @@ def states(facts: TextFacts) -> Cause | None:
     )
 
 
+def speaks_of_oom(facts: TextFacts) -> bool:
+    """Return whether the text reports an error rather than asks a question."""
+    return facts.says(_SPEAKS_OF_OOM) is not None
+
+
 def room(facts: TextFacts) -> Cause | None:
     """The text asks whether a run fits, and speaks of no error: say what is left."""
     found = read_states(facts)
-    if (
-        found is None
-        or not found.billions
-        or found.card_bytes is None
-        or facts.says(_SPEAKS_OF_OOM)
-    ):
+    if found is None or not found.billions or found.card_bytes is None or speaks_of_oom(facts):
         return None
     left = found.card_bytes - found.count_bytes()
     return cause(
@@ -84,7 +84,7 @@ def room(facts: TextFacts) -> Cause | None:
         summary="no error is in this text; by arithmetic the states alone"
         + (" fit" if left > 0 else " do not fit, before main memory takes a part"),
         grade="possible",
-        doubt="`trainer-plugins plan` with these numbers counts activations, logits and buffers too",
+        doubt="`trainer-plugins plan` with these numbers adds activations, logits and buffers",
     )
 
 

@@ -9,6 +9,7 @@ from trainer_plugins.advice import Advice, Door
 from trainer_plugins.advice.for_causes import ONE_ROW, ONLY_RUN, order_remedies
 from trainer_plugins.explain.answer import Cause, Remedy
 from trainer_plugins.explain.shared import remedies_for, remedy
+from trainer_plugins.explain.text.causes.arithmetic import speaks_of_oom
 from trainer_plugins.explain.text.followed import is_followed
 from trainer_plugins.explain.text.remedies.applies import APPLIES, APPLIES_TO_CAUSE
 from trainer_plugins.explain.text.remedies.filled import FILLED, WANTED_CARD, uses_trainer
@@ -27,6 +28,11 @@ _LEADS: tuple[tuple[str, Advice, Callable[[TextFacts], object]], ...] = (
             spell_for(advice.MERGE_IN_MAIN_MEMORY, facts)
             or (not facts.frames and facts.says(r"(?i)\bexport(?! \w+=)"))
         ),
+    ),
+    (
+        "capacity",
+        advice.PLAN_THE_RUN,
+        lambda facts: not (facts.frames or facts.asked_bytes or speaks_of_oom(facts)),
     ),
     (
         "capacity",

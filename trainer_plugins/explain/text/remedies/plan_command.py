@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from trainer_plugins import checkpointing
 from trainer_plugins.explain.text.settings import DTYPES, ROWS, Settings
+from trainer_plugins.explain.text.states import read_states
 from trainer_plugins.explain.text.text_facts import TextFacts
 from trainer_plugins.printable import printable
 from trainer_plugins.units import GIB
@@ -38,9 +39,11 @@ def plan_command(facts: TextFacts) -> tuple[str, list[str]]:
 
 def _words(facts: TextFacts, read: Settings) -> Iterator[str]:
     yield from ("--model", read.model or "MODEL")
-    if facts.total_bytes:
-        yield from ("--gpu", f"{facts.total_bytes / GIB:.2f}GiB")
-    if (ranks := read.value(_RANKS, r"\d{1,4}")) not in ("", "0", "1"):
+    states = read_states(facts)
+    if card_bytes := facts.total_bytes or (states and states.card_bytes):
+        yield from ("--gpu", f"{card_bytes / GIB:.2f}GiB")
+    counted = str(states.num_ranks) if states else ""
+    if (ranks := read.value(_RANKS, r"\d{1,4}") or counted) not in ("", "0", "1"):
         yield from ("--num-gpus", ranks)
     if "config_file" in read.given:
         yield from ("--accelerate-config", read.given["config_file"])
