@@ -2,10 +2,12 @@
 
 By default a byte-level Llama of 0.4 million parameters learns the text of Python's own
 documentation, which ships with Python, so nothing is downloaded. `--model PATH_OR_ID` takes any
-causal LM instead.
+causal LM instead. Its micro-batch is too large for the simulated card of `scripts/quickstart`.
 """
 
 import argparse
+import logging
+import textwrap
 import warnings
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -19,10 +21,12 @@ from transformers import (
     ByT5Tokenizer,
     LlamaConfig,
     LlamaForCausalLM,
+    PrinterCallback,
     Trainer,
     TrainingArguments,
     default_data_collator,
 )
+from transformers.utils.logging import disable_progress_bar
 
 from trainer_plugins import (
     CudaCacheCallback,
@@ -30,7 +34,10 @@ from trainer_plugins import (
     KVCacheGuard,
     MemoryWatchdog,
     SurviveOOM,
+    read_timeline,
 )
+from trainer_plugins.record.timeline import Flush, Remark, Sample
+from trainer_plugins.units import size
 
 PROMPT = "The statement "
 
@@ -56,18 +63,22 @@ class Blocks(Dataset[dict[str, torch.Tensor]]):
 
 
 class GeneratingTrainer(Trainer):
-    """Prints a sample from the model at each evaluation."""
+    """Prints the loss, and a sample from the model at each evaluation."""
+
+    def log(self, logs: dict[str, float], *args: object, **kwargs: object) -> None:
+        super().log(logs, *args, **kwargs)
+        if "loss" in logs:
+            step = f"step {self.state.global_step} of {self.args.max_steps}"
+            print(f"{step}: loss {float(logs['loss']):.2f}", flush=True)
 
     def evaluate(self, *args: object, **kwargs: object) -> dict[str, float]:
         prompt = self.processing_class(PROMPT, return_tensors="pt", add_special_tokens=False).to(
             self.args.device
         )
-        tokens = self.model.generate(**prompt, max_new_tokens=48, do_sample=False, pad_token_id=0)
-        print(
-            f"step {self.state.global_step}: {self.processing_class.decode(tokens[0])!r}",
-            flush=True,
-        )
+        tokens = self.model.generate(**prompt, max_new_tokens=24, do_sample=False, pad_token_id=0)
         metrics: dict[str, float] = super().evaluate(*args, **kwargs)
+        text = self.processing_class.decode(tokens[0])
+        print(f"evaluated: loss {metrics['eval_loss']:.2f}, and it writes {text!r}", flush=True)
         return metrics
 
 
@@ -95,6 +106,34 @@ def pretrained(name: str) -> tuple[Any, Any]:
     return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32), tokenizer
 
 
+def summary(output_dir: Path) -> str:
+    """Say in a few lines what the callbacks noted in the memory timeline of the run."""
+    entries = read_timeline(output_dir / "_trainer_plugins" / "memory" / "rank-0.jsonl")
+    lines = [
+        ("Survived", f"Step {entry.step}: {entry.finding.summary}. The gradient is the same.")
+        for entry in entries
+        if isinstance(entry, Remark) and entry.finding.code == "out-of-memory-survived"
+    ][:1] or [("Survived", "Nothing: each micro-batch fitted.")]
+    freed = [entry for entry in entries if isinstance(entry, Flush) and "eval" in entry.reason]
+    if freed:
+        total = size(sum(entry.released_bytes for entry in freed))
+        what = f"{total} that torch had kept after {len(freed)} evaluations is free again."
+        lines.append(("Cleaned up", what))
+    peaks: dict[str, int] = {}
+    for entry in entries:
+        if isinstance(entry, Sample):
+            peak = entry.reading.peak_allocated_bytes
+            peaks[entry.moment] = max(peak, peaks.get(entry.moment, 0))
+            capacity = size(entry.reading.total_bytes)
+    names = {"train": "training", "eval": "evaluation", "generate": "generation"}
+    shown = ", ".join(f"{name} {size(peaks[key])}" for key, name in names.items())
+    lines.append(("Peak", f"{shown}, of {capacity}."))
+    return "\n".join(
+        textwrap.fill(text, 88, initial_indent=f"{label:12}", subsequent_indent=" " * 12)
+        for label, text in lines
+    )
+
+
 def main() -> None:
     """Train, evaluate, and leave a memory timeline in the output folder."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
@@ -102,19 +141,21 @@ def main() -> None:
         "--model", help="a causal LM: a folder or an id; default: a byte-level Llama, untrained"
     )
     parser.add_argument("--output-dir", type=Path, default=Path("runs/quickstart"))
-    parser.add_argument("--steps", type=int, help="default: 500, or 30 with --too-large")
+    parser.add_argument("--steps", type=int, help="default: 9, or 3 with --too-large")
     parser.add_argument("--length", type=int, default=128, help="tokens a sample")
-    parser.add_argument("--micro-batch", type=int, default=8)
+    parser.add_argument("--micro-batch", type=int, default=32)
     parser.add_argument(
-        "--careless", action="store_true", help="no gradient checkpointing, to see it run out"
+        "--careless", action="store_true", help="without checkpointing and SurviveOOM: it dies"
     )
     parser.add_argument(
         "--too-large", action="store_true", help="a micro-batch 8 times as large, to be survived"
     )
     options = parser.parse_args()
-    options.steps = options.steps or (30 if options.too_large else 500)
+    options.steps = options.steps or (3 if options.too_large else 9)
     options.micro_batch *= 8 if options.too_large else 1
     warnings.filterwarnings("ignore", message=".*pin_memory.*")
+    logging.getLogger("trainer_plugins").setLevel(logging.ERROR)  # the summary says it
+    disable_progress_bar()
 
     model, tokenizer = pretrained(options.model) if options.model else byte_level_llama()
     text = "\n".join(topics.values())
@@ -140,6 +181,7 @@ def main() -> None:
         save_steps=options.steps,
         save_only_model=True,
         report_to="none",
+        disable_tqdm=True,
     )
     callbacks = [
         CudaCacheCallback(interval=10),
@@ -147,7 +189,7 @@ def main() -> None:
         KVCacheGuard(),
         MemoryWatchdog(),
     ]
-    if options.too_large:
+    if not options.careless:
         callbacks.append(SurviveOOM(plan_first=False))  # shows survival instead of avoiding the OOM
     trainer = GeneratingTrainer(
         model=model,
@@ -159,14 +201,11 @@ def main() -> None:
         data_collator=default_data_collator,
         callbacks=callbacks,
     )
+    trainer.remove_callback(PrinterCallback)  # a few lines are enough here
     trainer.train()
     losses = [record["loss"] for record in trainer.state.log_history if "loss" in record]
-    print(f"trained on {args.device}: loss {losses[0]:.2f} -> {losses[-1]:.2f}")
-    survived = [
-        record for record in trainer.state.log_history if "out_of_memory_survived" in record
-    ]
-    if survived:
-        print(f"out-of-memory errors survived: {survived[-1]['out_of_memory_survived']}")
+    print(f"\ntrained on {args.device}: loss {losses[0]:.2f} -> {losses[-1]:.2f}")
+    print(summary(options.output_dir))
 
 
 if __name__ == "__main__":

@@ -53,18 +53,23 @@ def test_the_main_job_on_a_simulated_card(quickstart, tmp_path: Path) -> None:
     (tmp_path / "run" / "_trainer_plugins" / "memory").mkdir(parents=True)
     (tmp_path / "run" / "_trainer_plugins" / "memory" / "notes.txt").write_text("a user's file")
 
-    out = report_of(quickstart("run", "--steps", "60", fresh=True, cwd=tmp_path))
+    out = report_of(quickstart("run", "--steps", "12", fresh=True, cwd=tmp_path))
 
     assert (
         tmp_path / "run" / "_trainer_plugins" / "memory" / "notes.txt"
     ).read_text() == "a user's file"
+
+    if not torch.cuda.is_available():
+        (block,) = re.findall(r"^```text\n(trained on .*?)```", README, re.MULTILINE | re.DOTALL)
+        shown = without_figures(block)
+        assert [line for line in without_figures(out) if line in shown] == shown
+        assert len(out.splitlines()) <= 24  # one screen
 
     losses = re.search(r"trained on (\S+): loss (\S+) -> (\S+)", out)
     assert losses is not None
     assert losses[1] in ("simgpu:0", "simgpu", "cuda:0")
     assert float(losses[3]) < 0.75 * float(losses[2])
     assert "The statement " in out  # it generated
-    assert "Peak memory in each moment" in out
     entries = read_timeline(tmp_path / "run" / "_trainer_plugins" / "memory" / "rank-0.jsonl")
     assert {entry.moment for entry in entries if isinstance(entry, Sample)} == {
         "begin",
@@ -80,7 +85,7 @@ def test_the_main_job_on_a_simulated_card(quickstart, tmp_path: Path) -> None:
     torch.cuda.is_available(), reason="a real card is large enough for carelessness"
 )
 def test_the_card_is_too_small_for_carelessness(quickstart, tmp_path: Path) -> None:
-    done = quickstart(tmp_path / "run", "--steps", "60", "--careless")
+    done = quickstart(tmp_path / "run", "--careless")
 
     assert done.returncode == 1
     assert "OutOfMemoryError: CUDA out of memory. Tried to allocate" in done.stderr
@@ -90,13 +95,12 @@ def test_the_card_is_too_small_for_carelessness(quickstart, tmp_path: Path) -> N
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a real card is large enough")
 @pytest.mark.all
 def test_a_micro_batch_eight_times_too_large_is_survived(quickstart, tmp_path: Path) -> None:
-    out = report_of(quickstart(tmp_path / "run", "--steps", "4", "--too-large"))
+    out = report_of(
+        quickstart(tmp_path / "run", "--steps", "4", "--micro-batch", "8", "--too-large")
+    )
 
-    (block,) = re.findall(r"^```text\n(trained on .*?)```", README, re.MULTILINE | re.DOTALL)
-    shown = without_figures(block)
-    assert [line for line in without_figures(out) if line in shown] == shown
-    assert "out-of-memory errors survived: 1" in out
     words = " ".join(out.split())
+    assert words.count("did not fit") == 1
     assert (
         "64 rows (8192 tokens with padding) did not fit in the forward pass; the micro-batch was computed"
         in words

@@ -2,11 +2,14 @@
 
 import os
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+
+import trainer_plugins
 
 ROOT = Path(__file__).parent.parent
 GITHUB = ROOT / ".github"
@@ -36,13 +39,43 @@ def test_an_issue_form_asks_for_versions_and_a_timeline(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "command"), [("ci", ".ci/run"), ("oldest", "scripts/check --oldest")]
+    ("name", "command"),
+    [
+        ("ci", ".ci/run"),
+        ("oldest", "scripts/check --oldest"),
+        ("newest", "scripts/check --newest"),
+        ("release", 'scripts/release "$GITHUB_REF_NAME"'),
+    ],
 )
 def test_a_workflow_calls_a_script_of_the_repository(name: str, command: str) -> None:
     jobs = read(GITHUB / "workflows" / f"{name}.yml")["jobs"]
     steps = [step for job in jobs.values() for step in job["steps"]]
-    assert [step["run"] for step in steps if "run" in step] == [command]
+    # what runs only after a failure is the report of it
+    assert [step["run"] for step in steps if "run" in step and "if" not in step] == [command]
     assert os.access(ROOT / command.split()[0], os.X_OK)
+
+
+def test_only_the_step_that_publishes_may_identify_itself_to_the_index() -> None:
+    release = read(GITHUB / "workflows" / "release.yml")
+    assert release["permissions"] == {"contents": "read"}
+    build, publish = release["jobs"]["build"], release["jobs"]["publish"]
+    assert "permissions" not in build
+    assert publish["permissions"] == {"id-token": "write"}
+    assert publish["steps"][-1]["uses"].startswith("pypa/gh-action-pypi-publish@")
+    assert publish["steps"][-1]["with"]["attestations"] is True
+
+
+def test_a_tag_of_another_version_is_refused() -> None:
+    script = [str(ROOT / "scripts" / "release"), "v999.0"]
+    done = subprocess.run(script, check=False, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("the tag is v999.0, and trainer_plugins/__init__.py has ")
+
+
+def test_the_citation_has_the_version_and_the_license() -> None:
+    citation = read(ROOT / "CITATION.cff")
+    assert citation["version"] == trainer_plugins.__version__
+    assert citation["license"] == "Apache-2.0"
 
 
 def test_the_compose_file_runs_on_cards() -> None:
