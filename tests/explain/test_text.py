@@ -535,10 +535,10 @@ def test_the_command_says_why_and_what_to_do(tmp_path: Path) -> None:
     assert "\x1b" not in out
 
 
-def test_first_come_seven_lines(tmp_path: Path) -> None:
+def test_first_come_nine_lines(tmp_path: Path) -> None:
     log = tmp_path / "train.log"
     log.write_text(PIECES + "\n")
-    cause, first, numbers, do, effect, cost, more = command(log)[1].splitlines()
+    cause, first, numbers, do, effect, cost, one, other, more = command(log)[1].splitlines()
     assert (
         cause == "Cause  enough memory was free, but only in small pieces  [likely: fragmentation]"
     )
@@ -547,6 +547,8 @@ def test_first_come_seven_lines(tmp_path: Path) -> None:
     assert do == "Try    export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
     assert effect.startswith("       Joins up to 5.00 GiB of small pieces")
     assert cost.startswith("       Cost: usually none")
+    assert one.startswith("Or     ")
+    assert other.startswith("Or     ")
     assert re.fullmatch(r"More   \d+ lines: --verbose", more)
     num_more = int(more.split()[1])
     everything = command(log, "--verbose")[1].splitlines()

@@ -26,6 +26,7 @@ ShownBy = Literal[
 ]  # fmt: skip
 
 _SHOWN_EVIDENCE = 2  # lines of a brief answer: the first, and the one with these words
+_MOST_ALTERNATIVES = 2
 _EQUATION, _NUMBERS = re.compile(r"^[\d.]+ [MG]iB = "), "asked for "
 _EXPORT = re.compile(r"^export (\w+)=(\S+)")
 
@@ -172,7 +173,7 @@ class Explanation:
     before: Numbers | None = None  # of the earlier of two compared snapshots
 
     def brief(self) -> Iterator[BriefLine]:
-        """Yield the cause, the best evidence, the first remedy, and the number of further lines."""
+        """Yield the cause, its best evidence, the first remedies, and the question that decides."""
         first = self.causes[0]
         yield BriefLine("Cause", f"{first.summary}  [{first.grade}: {first.code}]")
         known = sorted(
@@ -183,10 +184,16 @@ class Explanation:
         for line in evidence[:_SHOWN_EVIDENCE]:
             yield BriefLine("", line)
         left = len(self.causes) - 1 + len(evidence[_SHOWN_EVIDENCE:])
-        left += len(self.remedies[1:]) + len(self.unknown) + bool(first.doubt)
+        left += len(self.remedies[1:]) + len(self.unknown)
         if self.remedies:
-            remedy = self.remedies[0]
+            remedy, *others = self.remedies
             yield BriefLine("Try", remedy.do)
             yield from (BriefLine("", line) for line in remedy.words.splitlines())
+            same = [one.do for one in others if one.cause == first.code]
+            yield from (BriefLine("Or", do) for do in same[:_MOST_ALTERNATIVES])
+        if first.doubt and first.grade == "possible":
+            yield BriefLine("Check", f"{first.doubt}.")
+        else:
+            left += bool(first.doubt)
         if left:
             yield BriefLine("More", f"{left} line{'s' if left > 1 else ''}: --verbose")
