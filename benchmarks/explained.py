@@ -2,7 +2,7 @@
 
 For each file: the allocated bytes stated at its end and the sum of the categories there, the
 recorded peak of reserved memory and that of the replay; and the cost of its page: CPU seconds, and
-megabytes. Prints Markdown, and exits with 1 if anything differs. `docs/explain_snapshots.md` has
+megabytes. Prints Markdown, and exits with 1 if anything differs. `docs/explain.md` has
 the sums of public ones:
 
     python -m benchmarks.explained SNAPSHOT ...

@@ -1,7 +1,7 @@
 """Replay the actions of real cards' allocators, and compare address by address.
 
 Without a file it takes the traces in `tests/allocator/traces`; `benchmarks/results/traces.txt`
-lists their sources, and `docs/allocator_traces.md` their results. A file is a snapshot of torch
+lists their sources, and `docs/internals/measurements.md` their results. A file is a torch snapshot
 (`torch.cuda.memory._dump_snapshot`). Prints Markdown, and exits with 1 if anything differs:
 
     python -m benchmarks.traces [FILE] ...

@@ -1,4 +1,4 @@
-"""Writes docs/cures_flags.md from the table: `python -m tests.advice.page`."""
+"""Writes docs/remedies.md from the table: `python -m tests.advice.page`."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ from trainer_plugins import advice, checkpointing
 from trainer_plugins.advice import Advice, Door, of_machine, of_moments, of_training
 from trainer_plugins.advice.entry import write_arguments
 
-PAGE = Path(__file__).parents[2] / "docs" / "cures_flags.md"
+PAGE = Path(__file__).parents[2] / "docs" / "remedies.md"
 PARTS = {
     "A training step": of_training,
     "Loading, evaluation, generation, saving": of_moments,
@@ -22,14 +22,15 @@ NAMED = {
 LOOKS = re.compile(r"(compares|lists|predicts|prints|records|says|shows) ")
 """How the effect of a command begins that changes nothing."""
 
-HEAD = """# Every flag, with its price
+HEAD = """# Every remedy, with its price
 
-Every remedy that a message of this package names, except commands that only look: how it is typed,
-what it does, and its price in italics. "Other result" means that the run computes something else
-than before; all others keep the result, except for rounding. Words in capitals are yours to fill
-in. In Python, `--optim adafactor` is `optim="adafactor"`. [`explain`](explain.md) says which comes
-first. transformers 5.23 renamed `gradient_checkpointing` to `activation_checkpointing`, and will
-drop the old name in version 6: messages use the name that your version wants.
+You find here every remedy that a message of this package suggests: how you type it, its effect, and
+its price in italics. [`explain`](explain.md) and [`plan`](plan.md) tell you which one your run needs
+first. "Other result" means that your run computes something else than before; with all others your
+result stays the same, except for rounding. Replace the words in capitals. In Python,
+`--optim adafactor` is `optim="adafactor"`. transformers 5.23 renamed `gradient_checkpointing` to
+`activation_checkpointing` and will drop the old name in version 6: messages use the name that your
+version wants.
 """
 
 

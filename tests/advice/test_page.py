@@ -1,4 +1,4 @@
-"""docs/cures_flags.md is the table of today, and the other pages of cures set what the table sets."""
+"""docs/remedies.md is the table of today, and the answers in full of the FAQ set what the table sets."""
 
 import re
 from collections import defaultdict
@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-import trainer_plugins
 from tests.advice.page import PAGE, page
 from trainer_plugins import advice
 from trainer_plugins.advice.entry import BLANKS
 
-PAGES = sorted((Path(trainer_plugins.__file__).parents[1] / "docs").glob("cures*.md"))
+PAGES = [PAGE, PAGE.with_name("faq.md")]
 SET = re.compile(r"(?<![\w-])(?:--)?([a-z]\w*_\w+|[A-Z]+_[A-Z_]+)(?:=| |\"?: )([^\s,`)]+)")
 
 
@@ -34,9 +33,10 @@ def test_the_page_of_flags_is_the_table() -> None:
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
-def test_a_page_of_cures_sets_what_the_table_sets(path: Path) -> None:
+def test_a_page_of_remedies_sets_what_the_table_sets(path: Path) -> None:
     table, blanks = allowed(), {each.lower() for each in BLANKS}
-    spans = re.findall(r"```.*?```|`[^`]+`", path.read_text(), re.DOTALL)
+    text = path.read_text().partition("## Settings in full")
+    spans = re.findall(r"```.*?```|`[^`]+`", text[2] or text[0], re.DOTALL)
     said = {pair for span in spans for pair in settings(span) if pair[0] in table}
     if path != PAGE:
         assert said

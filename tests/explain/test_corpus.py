@@ -6,7 +6,6 @@ from typing import Any, NamedTuple, cast
 
 import pytest
 
-import trainer_plugins
 from tests.explain.stated import check_figures, explained
 from trainer_plugins import advice
 from trainer_plugins.advice import Door
@@ -17,7 +16,7 @@ CORPUS = Path(__file__).parent / "corpus"
 # Each set's first run, how many were right first, is its result: the rules had not seen them.
 FIRST_RUN = {"fresh": 40, "fresh2": 40, "fresh3": 42, "fresh4": 41}
 WHOLE_LOGS_RIGHT = 49  # the first run of fresh5, whose texts are not here
-PAGE = Path(trainer_plugins.__file__).parent.parent / "docs" / "explain.md"
+PAGE = Path(__file__).with_name("README.md")
 
 
 class Text(NamedTuple):

@@ -2,7 +2,7 @@
 
 To add a remedy, write an entry with its flag at each door, and give it its place in
 `trainer_plugins/advice/for_causes.py`. Messages refer to it, as in
-`advice.LIGER.flag(Door.TRAINER)`. `python -m tests.advice.page` writes `docs/cures_flags.md`. The
+`advice.LIGER.flag(Door.TRAINER)`. `python -m tests.advice.page` writes `docs/remedies.md`. The
 terms of other vendors' cards are in `trainer_plugins/advice/vendors.py`.
 """
 

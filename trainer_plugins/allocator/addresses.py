@@ -1,4 +1,4 @@
-"""Places blocks at the addresses seen in traces of real cards (docs/allocator_traces.md)."""
+"""Places blocks at the addresses seen in traces of real cards (docs/internals/measurements.md)."""
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass

@@ -2,7 +2,7 @@
 
 A pickle is a program. This module interprets it, and supports only instructions that build None,
 booleans, numbers, texts, lists, dicts with texts for keys, and pairs of numbers. A memory snapshot
-has no others (all 75 of `docs/explain_snapshots.md`), and none of them runs code. Keys must be
+has no others (all 75 of `tests/explain/README.md`), and none of them runs code. Keys must be
 texts, because an attacker can choose numbers so that a dict of them takes hours, but cannot predict
 how Python hashes a text.
 """

@@ -1,7 +1,7 @@
 // Places segments where CUDA's Linux driver does: in chunks of address space, 32 MiB or a multiple.
 //
 // Free blocks of one size are ordered by address, so addresses decide which one torch's allocator takes.
-// The rule, from docs/allocator_traces.md: a segment lies in the newest chunk with room for it, at the lowest
+// The rule, from docs/internals/measurements.md: a segment lies in the newest chunk with room for it, at the lowest
 // place, else in a new chunk, in the highest released range that is large enough or else below all others.
 #pragma once
 
