@@ -34,9 +34,9 @@ class Severity(IntEnum):
 class Finding:
     """Reports one problem of a run: what is wrong, the numbers that show it, what to change.
 
-    >>> words = dict(code="leak", summary="memory grows", evidence="9 MiB/step", remedy="Detach it")
-    >>> print(Finding.warning(**words))
-    [leak] memory grows (9 MiB/step). Detach it
+    >>> words = dict(summary="memory grows", evidence="9 MiB/step", remedy="Detach it")
+    >>> print(Finding.warning(code="leak-tensors", **words))
+    [leak-tensors] memory grows (9 MiB/step). Detach it
     """
 
     code: str  # a stable name in kebab case, explained in `docs/findings.md`: `memory-pressure`

@@ -100,15 +100,15 @@ def cut_command(facts: TextFacts) -> Cause | None:
     )
 
 
-def large_pictures(facts: TextFacts) -> Cause | None:
+def judge_pixels(facts: TextFacts) -> Cause | None:
     """The text allows pictures that have far more tokens than a sample's text."""
     given = [int(each) for each in _PIXELS.findall(facts.whole)]
     if facts.frames or facts.asked_bytes or not given or max(given) < _MANY_PIXELS:
         return None
-    return _judge_pixels("The text allows", max(given), "likely")
+    return _cause_of_pixels("The text allows", max(given), "likely")
 
 
-def unlimited_pictures(facts: TextFacts) -> Cause | None:
+def judge_missing_pixel_limit(facts: TextFacts) -> Cause | None:
     """The text trains Qwen-VL, and sets no limit."""
     text = facts.whole
     has_pictures = _SEES.search(text) and re.search(r"(?i)qwen", text)
@@ -116,10 +116,10 @@ def unlimited_pictures(facts: TextFacts) -> Cause | None:
         return None
     is_card = facts.oom.source == "allocator"
     who = "The text sets no limit, and Qwen-VL's processor allows"
-    return _judge_pixels(who, _UNLIMITED_PIXELS, "possible") if is_card else None
+    return _cause_of_pixels(who, _UNLIMITED_PIXELS, "possible") if is_card else None
 
 
-def _judge_pixels(who: str, pixels: int, grade: Certainty) -> Cause:
+def _cause_of_pixels(who: str, pixels: int, grade: Certainty) -> Cause:
     return cause(
         "image-size",
         say(
@@ -197,12 +197,12 @@ def later(facts: TextFacts) -> Cause | None:
     )
 
 
-def switched(facts: TextFacts) -> Cause | None:
+def judge_switch(facts: TextFacts) -> Cause | None:
     """The person has seen the same run fit without one setting."""
     return _compare(facts, TAKE_TURNS, "one setting")
 
 
-def upgraded(facts: TextFacts) -> Cause | None:
+def judge_version(facts: TextFacts) -> Cause | None:
     """The person has seen the same run fit with another version."""
     return _compare(facts, _OLDER, "a version")
 
