@@ -36,6 +36,9 @@ SWIFT = "OOM at the first step\nswift sft --model Qwen/Qwen2.5-VL-7B-Instruct \\
         # What the person has compared decides.
         ("OOM in training. It is fine when use_unsloth_gc is disabled.", "regression", "use_unsloth_gc", "leave use_unsloth_gc out"),
         ("OOM since the upgrade: DeepSpeed 0.15.4 can train the model, whereas 0.16.4 cannot", "regression", "0.16.4", "pip install"),
+        # A version with a known fault; the one that cures it is no fault any more.
+        ("OOM with ZeRO-3 and gradient checkpointing, deepspeed==0.16.4", "regression", "DeepSpeed#7116", "deepspeed>=0.16.8"),
+        ("OOM with ZeRO-3 and gradient checkpointing, deepspeed==0.16.8", "capacity", "OOM", ""),
         ("OOM on 8 GPUs, --gradient_checkpointing false", "capacity", "OOM", "--activation_checkpointing True"),
     ],
 )  # fmt: skip

@@ -36,10 +36,13 @@ _SAID: tuple[tuple[Source, str, str], ...] = (
         r"|enough GPU RAM|memory (?:use |usage )?(?:grows|rises|increases|climbs|keeps)"
         r"|\d ?Gi?B\b[^.!?]{0,24}\b(?:stays?|never (?:freed|released)|more each))"
         r"|Invalid buffer size|NvMapMemAlloc\w*.{0,20}error 12"
-        r"|显存[还也会又]{0,2}(?:不足|不够|爆|溢出)|爆显存",
+        r"|显存[还也会又]{0,2}(?:不足|不够|爆|溢出)|爆显存"
+        r"|显存[^。\n]{0,8}(?:递增|增加|增长|上升)",
     ),
 )
-_NOT_SAID = r"(?i:\b(?:no|avoid\w*|prevent\w*|without|against|if|handl\w*)\b[^.,;!?]{0,40})"
+_NOT_SAID = (
+    r"(?i:\b(?:no|avoid\w*|prevent\w*|without|against|(?<!see )if|handl\w*)\b[^.,;!?]{0,40})"
+)
 _ANY = re.compile("|".join(words for *_, words in _SAID) + "|[Mm]emory")
 _ON_MEMORY = re.compile(r"(?i)memory|\boom|显存|cuda|alloc|optimizer\.step")
 _AN_ERROR = re.compile(r"[\w.]+(?:Error|Exception): |KeyboardInterrupt|SystemExit")

@@ -36,6 +36,7 @@ RULES: tuple[Rule, ...] = (
     # What its settings and a person's words show.
     arithmetic.cut_command,
     arithmetic.judge_switch,
+    arithmetic.judge_fault,
     arithmetic.outlier,
     place.logits_by_size,
     arithmetic.states,

@@ -4,6 +4,7 @@ import re
 
 from trainer_plugins.explain.answer import Cause, Certainty
 from trainer_plugins.explain.shared import cause, quote, say
+from trainer_plugins.explain.text.faults import find_fault
 from trainer_plugins.explain.text.models import find_model
 from trainer_plugins.explain.text.settings import Settings
 from trainer_plugins.explain.text.states import read_states
@@ -200,6 +201,22 @@ def later(facts: TextFacts) -> Cause | None:
 def judge_switch(facts: TextFacts) -> Cause | None:
     """The person has seen the same run fit without one setting."""
     return _compare(facts, TAKE_TURNS, "one setting")
+
+
+def judge_fault(facts: TextFacts) -> Cause | None:
+    """The text names a version with a known fault, and the words of it."""
+    found = find_fault(facts.whole)
+    if found is None or facts.oom.source == "engine":
+        return None
+    fault, version = found
+    return cause(
+        "regression",
+        f"The text names {fault.library} {version}; {fault.fixed} is the first without it"
+        f" ({fault.source}).",
+        summary=f"a fault of {fault.library}: {fault.symptom}",
+        doubt=f"The text does not show that this fault filled the card: run it with {fault.fixed}"
+        " and compare the peaks",
+    )
 
 
 def judge_version(facts: TextFacts) -> Cause | None:
