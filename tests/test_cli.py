@@ -92,7 +92,7 @@ def test_an_explanation_keeps_its_indent_where_a_terminal_wraps_it(tmp_path: Pat
     terminal = {"FORCE_COLOR": "1", "COLUMNS": "60"}
     on_terminal = CliRunner().invoke(app, ["explain", str(log)], env=terminal).output
     lines = re.sub(r"\x1b\[[\d;]*m", "", on_terminal).splitlines()
-    assert {line[:4].strip() for line in lines} == {"Caus", "Try", "More", ""}
+    assert {line[:4].strip() for line in lines} == {"Caus", "Try", "Or", "More", ""}
     assert max(map(len, lines)) <= 60
     in_a_file = CliRunner().invoke(app, ["explain", str(log)]).output
     assert " ".join(in_a_file.split()) == " ".join(" ".join(lines).split())

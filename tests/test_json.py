@@ -90,7 +90,7 @@ def test_a_text(tmp_path: Path) -> None:
         "others_bytes": 9 * GIB,
         "own_bytes": GIB * 27 // 2,
     }
-    assert first["evidence"][0].startswith("24.00 GiB card: 13.50 GiB yours")
+    assert first["evidence"][0].startswith("Of the 24.00 GiB card, you hold 13.50 GiB")
     assert first["figures"][:2] == [
         {"name": "capacity_bytes", "value": 24 * GIB, "shown_by": "text", "sentence": 0},
         {"name": "own_bytes", "value": GIB * 27 // 2, "shown_by": "text", "sentence": 0},

@@ -146,7 +146,7 @@ for entry in ENTRIES: timeline.add(entry)
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
 
     assert done.stdout.strip() == "300"  # it really was cut in the middle
-    assert done.stderr.count("cannot be written") == 1
+    assert done.stderr.count("could not be written") == 1
     assert read_timeline(path) == ENTRIES * 2
 
 

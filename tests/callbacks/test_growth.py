@@ -264,7 +264,7 @@ def test_what_rises_with_each_save_is_named(make_trainer, simgpu, every) -> None
         make_trainer, Snapshots(), save_strategy="steps", save_steps=every, max_steps=6 * every
     )
 
-    assert "rise with each save: out of memory after about" in first.summary
+    assert "grow with each save: out of memory after about" in first.summary
     assert "held by Snapshots.states[" in first.evidence
     assert first.evidence.endswith("with each save")
     assert "`Snapshots.states.clear()`" in first.remedy
@@ -294,7 +294,7 @@ def test_a_leak_is_said_again_when_half_is_left(
         assert after.amount >= 2 * before.amount or after.severity > before.severity
         assert float(after.data["held_bytes"]) > float(before.data["held_bytes"])
         assert after.data["holder"] == f"{kind.__name__}.{'kept' if of_saves else 'losses'}"
-        assert ("rise with each save" in after.summary) is of_saves
+        assert ("grow with each save" in after.summary) is of_saves
 
 
 class Sums(Trainer):

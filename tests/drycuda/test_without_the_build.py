@@ -32,7 +32,7 @@ def test_it_says_how_to_get_it(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("TRAINER_PLUGINS_FETCH", "never")
     done = CliRunner().invoke(app, ["plan", "--gpu", "24GiB", *COMMAND])
     assert done.exit_code == 2
-    assert "was built without CUDA: `plan --dry-env` fetches" in done.stderr
+    assert "was built without CUDA: `plan --dry-env` downloads" in done.stderr
     assert [*tmp_path.iterdir()] == []
 
     monkeypatch.delenv("TRAINER_PLUGINS_FETCH")
@@ -157,7 +157,7 @@ def test_where_no_compiler_is_installed_one_is_fetched(tmp_path: Path, monkeypat
     said: list[str] = []
     assert plain_compiler("c++") == []
     assert fetch(said.append) == tmp_path / "torch-for-cuda" / torchs.name
-    assert ["fetching ziglang" in line for line in said] == [True]
+    assert ["downloading ziglang" in line for line in said] == [True]
     assert plain_compiler("c++") == [str(package_site() / "ziglang" / "zig"), "c++"]
     fetch(said.append)
     assert len(said) == 1, "once"

@@ -231,7 +231,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     done = command("configs", "copy", "zero3", tmp_path / "file" / "below")
 
     assert done.returncode == 2
-    assert "cannot be written" in said(done)
+    assert "is not writable" in said(done)
 
 
 @pytest.mark.parametrize(

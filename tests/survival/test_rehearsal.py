@@ -289,7 +289,7 @@ def test_what_is_streamed_is_not_looked_at(tmp_path, simgpu, caplog) -> None:
     small = Trained(tmp_path / "small", simgpu, 8, train_dataset=Streamed())
     large = Trained(tmp_path / "large", simgpu, LARGE, attach=False, train_dataset=Streamed())
 
-    assert "nothing is rehearsed: Streamed cannot be asked for single rows" in caplog.text
+    assert "nothing is rehearsed: Streamed cannot return single rows" in caplog.text
     assert set(small.codes) == {"out-of-memory-survived"}
     assert weights_by_rounding(small.weights, large.weights, steps=4) <= 1
 
