@@ -49,6 +49,16 @@ def test_a_person_s_words_decide(text: str, code: str, sentence: str, remedy: st
     assert first.code == code
     assert any(sentence in each for each in first.evidence)
     assert remedy in answer.remedies[0].do
+    assert {one.cause for one in answer.remedies} <= {one.code for one in answer.causes}
+
+
+def test_main_memory_of_offloaded_states_is_counted_where_their_number_is_known() -> None:
+    killed = "full fine-tuning, zero-3-offload, 744G CPU memory\nexitcode -9, dmesg shows OOM"
+    sized = explained(f"32B {killed}").causes[0]
+    unknown = explained(killed).causes[0]
+
+    assert any("32 billion parameters x 18 bytes = 536.44 GiB" in one for one in sized.evidence)
+    assert not any("billion" in one for one in unknown.evidence)
 
 
 def test_a_traceback_that_ends_before_its_error_is_read_by_its_place() -> None:

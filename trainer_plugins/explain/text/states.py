@@ -28,6 +28,7 @@ _IN_4_BITS = re.compile(
     r"(?i)qlora|int4\b|bnb-4bit|load_in_4bit[\"']?[ =:]{1,3}True"
     r"|(?:bits|quantization_bit)[\"']?[ =:]{1,3}4"
 )
+FOUR_BIT_BYTES = 0.55  # of one parameter: half a byte and its scales
 _NUMERALS = {"单": 1, "双": 2, "两": 2, "四": 4, "六": 6, "八": 8}
 _GPU = r"(?:NVIDIA )?(?:[ABHLV]\d{1,3}\w?\b|RTX|GPUs?\b|cards?\b|\d{2,3} ?GB?\b|MI\d|[3-5]090)"
 _NUM_CARDS = re.compile(
@@ -36,7 +37,6 @@ _NUM_CARDS = re.compile(
     r"|\bnum_processes[\"']?[ =:]{1,3}(\d{1,4})"
     r"|(?<![\d.])(\d{1,2}) (?:NVIDIA )?(?:[AHV]\d{2,3}s?\b|GPUs\b|cards\b)|(\d{1,2}) ?[张卡块]"
 )
-_ONE_CARD = re.compile(r"(?i)\b(?:single|one|1)[- ](?:gpu|card|[AHL]\d)|单卡")
 _STAGE = re.compile(r"(?i)zero[-_ ]?(?:stage[-_ ]?)?([123])|ds_z([123])|[\"']stage[\"']: ?([123])")
 _OFFLOADED = re.compile(r"(?i)z(?:ero)?[-_ ]?[123][-_ ](?:cpu[-_ ])?offload|offload_optimizer")
 # In 10^9 bytes, of cards that are sold with one size.
@@ -89,20 +89,23 @@ class States(NamedTuple):
         """Return whether each of several ranks keeps states that ZeRO-3 and FSDP divide."""
         return self.is_full and self.num_ranks > 1 and self.stage < 3
 
+    @property
+    def may_shrink(self) -> bool:
+        """Return whether a remedy against the states is due; their size may be unknown."""
+        is_of_unknown_size = self.is_full and not self.billions
+        return is_of_unknown_size or self.are_too_large or self.could_be_sharded
+
     def describe(self) -> Said | str:
         """Write the equation; empty if a number is missing."""
         if not self.billions:
             return ""
-        share = f" / {self.num_ranks} ranks" if self.stage and self.num_ranks > 1 else ""
+        what, each = "the frozen weights", f"{self.weight_bytes:g} bytes"
         if self.is_full:
             what, each = "weights, gradients and Adam's states", "16 bytes"
-            share = (
-                f", of which ZeRO-{self.stage} divides a part among {self.num_ranks} ranks"
-                if self.stage in (1, 2)
-                else share
-            )
+        if self.is_full and self.stage in (1, 2):
+            share = f", of which ZeRO-{self.stage} divides a part among {self.num_ranks} ranks"
         else:
-            what, each = "the frozen weights", f"{self.weight_bytes:g} bytes"
+            share = f" / {self.num_ranks} ranks" if self.stage and self.num_ranks > 1 else ""
         return say(
             f"{self.billions:g} billion parameters x {each}{share} = {{state_bytes}} a card for"
             f" {what}.",
@@ -122,20 +125,21 @@ def read_states(facts: TextFacts) -> States | None:
         is_full, is_adapter = explicit == "full", explicit != "full"
     if len(named) > 1 or is_full == is_adapter:
         return None
-    stage = _STAGE.search(text)
     return States(
         billions=float(named[0]) if named else 0,
         is_full=is_full,
         num_ranks=_count_ranks(text),
-        stage=int(next(filter(None, stage.groups())))
-        if stage
-        else 3
-        if re.search("(?i)fsdp", text)
-        else 0,
-        weight_bytes=0.55 if _IN_4_BITS.search(text) else 2,
+        stage=_read_stage(text),
+        weight_bytes=FOUR_BIT_BYTES if _IN_4_BITS.search(text) else 2,
         card_bytes=facts.total_bytes or _read_card(text),
         is_offloaded=bool(_OFFLOADED.search(text)),
     )
+
+
+def _read_stage(text: str) -> int:
+    if found := _STAGE.search(text):
+        return int(next(filter(None, found.groups())))
+    return 3 if re.search("(?i)fsdp", text) else 0  # FSDP divides as ZeRO-3 does
 
 
 def _count_ranks(text: str) -> int:

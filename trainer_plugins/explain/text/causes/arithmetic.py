@@ -14,7 +14,7 @@ from trainer_plugins.units import GIB
 # A shell ends a command at a comment, also between lines that a backslash joins.
 _CUT = re.compile(r"\\[ \t]*\n\s*(#[^\n]*)\n\s*([^\s#][^\n\\]*)")
 _PIXELS = re.compile(r"(?i)\b(?:image_)?max_pixels?[\"']?[ =:]{1,3}[\"']?(\d{4,9})\b")
-_SEES = re.compile(r"(?i)VL[-\b]|pixel|\bimages\b|图片|图像|\bvideos?\b")
+_SEES = re.compile(r"(?i)VL-|pixel|\bimages\b|图片|图像|\bvideos?\b")
 _SETS_PIXELS = re.compile(r"(?i)max_pixels|max_slice|resize")
 _PATCH = 28  # pixels of a token's side: patches of 14, two by two (Qwen2-VL, Qwen2.5-VL)
 _UNLIMITED_PIXELS = 12_845_056  # of the processor of Qwen2-VL and Qwen2.5-VL without a setting
@@ -22,15 +22,14 @@ _MANY_PIXELS = 2_000_000
 _SPEAKS_OF_OOM = r"(?i)(?<![a-z])OOM|out.of.memory|显存|内存|crash|killed"
 _OUTLIER = 1.5
 _LARGE_LOGITS = 7 * GIB
-_PAIRS = re.compile(
-    r"(?i)\b(?:dpo|orpo|cpo|simpo)\b"
-)  # a chosen and a rejected answer for each row
+# With a chosen and a rejected answer for each row.
+_PAIRS = re.compile(r"(?i)\b(?:dpo|orpo|cpo|simpo)\b")
 _LATER = (
     r"suddenly|sporadic|after (?:about |around |~)?\d[\d.,]*[kK]? ?(?:steps|iter|hours)"
     r"|突然|逐步上升|一直上升|越来越|\d+ ?步|[几一二三四五六七八九]千"
 )
 _REST = r"(?:[^.!?。\n]|\.(?=\d)){0,100}"  # of a sentence
-TAKE_TURNS = re.compile(
+FITS_WITHOUT = re.compile(
     rf"(?i){_REST}\b(?:fine|works?|worked|fits?|succeeds?|no OOM)\b[^.!?\n]{{0,24}}?"
     r"\b(?:when|if|with|once|after)\b[^.!?\n]{0,60}?"
     rf"\b(?:off|disabl\w+|commented out|removed?|unset|without)\b{_REST}"
@@ -200,7 +199,7 @@ def later(facts: TextFacts) -> Cause | None:
 
 def judge_switch(facts: TextFacts) -> Cause | None:
     """The person has seen the same run fit without one setting."""
-    return _compare(facts, TAKE_TURNS, "one setting")
+    return _compare(facts, FITS_WITHOUT, "one setting")
 
 
 def judge_fault(facts: TextFacts) -> Cause | None:

@@ -176,7 +176,7 @@ def judge_pinned(facts: TextFacts) -> Cause | None:
 def _host_states(facts: TextFacts) -> str | Said:
     """State the main memory of offloaded states (DeepSpeed's estimate_zero3_model_states)."""
     states = read_states(facts)
-    if states is None or not states.is_full or not states.is_offloaded:
+    if states is None or not (states.billions and states.is_full and states.is_offloaded):
         return ""
     return say(
         f"{states.billions:g} billion parameters x 18 bytes = {{host_bytes}} of main memory for"

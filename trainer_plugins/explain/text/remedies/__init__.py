@@ -57,13 +57,12 @@ def remedies_of(causes: Iterable[Cause], facts: TextFacts) -> tuple[Remedy, ...]
 
 
 def _offer(code: str, facts: TextFacts) -> Iterator[Remedy]:
-    states = read_states(facts) if code in ("optimizer-state", "load-too-large") else None
-    if code == "capacity" and not facts.frames:
+    is_of_states = code in ("optimizer-state", "load-too-large")
+    # A traceback shows a place; without one, the states are the best guess at a full card.
+    if is_of_states or (code == "capacity" and not facts.frames):
         states = read_states(facts)
-    if states is not None and states.is_full and not states.billions:
-        yield from shrink_states(states, facts)
-    elif states is not None and (states.are_too_large or states.could_be_sharded):
-        yield from (replace(one, cause=code) for one in shrink_states(states, facts))
+        if states is not None and states.may_shrink:
+            yield from (replace(one, cause=code) for one in shrink_states(states, facts))
     yield from choose_remedies(code, _order(code, facts), facts)
 
 

@@ -9,7 +9,7 @@ from trainer_plugins import advice
 from trainer_plugins.advice import Advice, Door
 from trainer_plugins.explain.answer import Remedy
 from trainer_plugins.explain.shared import remedy
-from trainer_plugins.explain.text.causes.arithmetic import TAKE_TURNS
+from trainer_plugins.explain.text.causes.arithmetic import FITS_WITHOUT
 from trainer_plugins.explain.text.faults import find_fault
 from trainer_plugins.explain.text.remedies import engine
 from trainer_plugins.explain.text.remedies.less_states import spell_for
@@ -193,7 +193,7 @@ def _spell(one: Advice, facts: TextFacts) -> Remedy:
 def _back_to_what_fitted(one: Advice, facts: TextFacts) -> Remedy:
     if fault := find_fault(facts.whole):
         return remedy(one, fault[0].cure)
-    said = TAKE_TURNS.search(facts.text)
+    said = FITS_WITHOUT.search(facts.text)
     named = re.search(r"\b[a-z]+_\w+", said[0]) if said else None
     return remedy(one, f"leave {named[0]} out" if named else Door.SHELL)
 

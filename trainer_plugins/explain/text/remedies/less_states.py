@@ -6,7 +6,7 @@ from trainer_plugins import advice
 from trainer_plugins.advice import Advice
 from trainer_plugins.explain.answer import Remedy
 from trainer_plugins.explain.shared import remedy
-from trainer_plugins.explain.text.states import States
+from trainer_plugins.explain.text.states import FOUR_BIT_BYTES, States
 from trainer_plugins.explain.text.text_facts import TextFacts
 from trainer_plugins.units import size
 
@@ -73,7 +73,7 @@ def _count_with(states: States) -> Iterator[tuple[Advice, int]]:
         yield advice.SHARD_THE_RUN, states.count_bytes(stage=3)
     if not states.is_full:
         if states.weight_bytes > 1:
-            yield advice.FOUR_BITS, int(states.count_bytes() * 0.55 / states.weight_bytes)
+            yield advice.FOUR_BITS, states._replace(weight_bytes=FOUR_BIT_BYTES).count_bytes()
         return
     if not states.stage:
         yield advice.EIGHT_BIT_ADAMW, states.count_bytes(moments=2)
@@ -81,4 +81,4 @@ def _count_with(states: States) -> Iterator[tuple[Advice, int]]:
     yield advice.OFFLOAD_OPTIMIZER, int(left)
     adapted = states._replace(is_full=False)
     yield advice.ADAPTER, adapted.count_bytes()
-    yield advice.FOUR_BITS, adapted._replace(weight_bytes=0.55).count_bytes()
+    yield advice.FOUR_BITS, adapted._replace(weight_bytes=FOUR_BIT_BYTES).count_bytes()
