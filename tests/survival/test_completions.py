@@ -24,7 +24,8 @@ class Card:
 
     def refuse(self, model: torch.nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]) -> None:
         ids = inputs["input_ids"]
-        is_generated = inputs.get("past_key_values") is not None
+        # transformers 5.24 renamed it
+        is_generated = any(inputs.get(name) is not None for name in ("cache", "past_key_values"))
         if torch.is_grad_enabled() or len(ids) <= self.most:
             return
         if self.kind == ("generate" if is_generated else "score"):

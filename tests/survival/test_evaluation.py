@@ -49,7 +49,7 @@ def without_cache():
 
 
 FAMILIES: dict[str, dict] = {
-    "causal": {},
+    "causal": {"keeps_cache": True},
     "label smoothing": {"label_smoothing_factor": 0.1},
     "sequence classification": {"make_model": classifier, "data_collator": classes},
     "packed": {"data_collator": packed, "make_model": without_cache},
@@ -72,7 +72,12 @@ def evaluate(trainer, fail_at: tuple[int, ...], **options):
 
 
 def evaluated(
-    tmp_path, fail_at: tuple[int, ...] = (), with_metrics=False, make_model=None, **kwargs
+    tmp_path,
+    fail_at: tuple[int, ...] = (),
+    with_metrics=False,
+    make_model=None,
+    keeps_cache=False,
+    **kwargs,
 ):
     """Loss and metrics, all predictions, and the number of allocations."""
     seen = []
@@ -88,6 +93,7 @@ def evaluated(
         compute_metrics=keep if with_metrics else None,
         **{"per_device_eval_batch_size": 8, **kwargs},
     )
+    trainer.model.config.use_cache = keeps_cache
     metrics, num = evaluate(trainer, fail_at)
     return metrics, seen, num
 

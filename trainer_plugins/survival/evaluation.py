@@ -32,6 +32,9 @@ R = TypeVar("R")
 
 _ONLY_TRAINING = "with this loss only training divides"
 
+# Outputs that the Trainer drops; transformers 5.24 renamed the second to the first.
+_CACHES = ("cache", "past_key_values")
+
 
 def explain_whole(trainer: HfTrainer, family: Family | NoFamily) -> str:
     """Return why evaluation batches of this Trainer are never divided; empty if they may be."""
@@ -291,7 +294,7 @@ class Evaluation:
         if not self._are_outputs_wanted:
             return type(outputs)()
         config = self._attached.trainer.model.config
-        dropped = {"loss", *getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])}
+        dropped = {"loss", *getattr(config, "keys_to_ignore_at_inference", _CACHES)}
         return type(outputs)(**{n: v for n, v in outputs.items() if n not in dropped})
 
     def _weight(
