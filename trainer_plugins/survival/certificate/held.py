@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
-from operator import is_
 from typing import Any
 
 import torch
@@ -62,8 +61,7 @@ class Drawers(ExitStack):
 
     def _look(self) -> None:
         now = pythons_and_numpys()
-        has_drawn = not all(map(is_, now, self._last))
-        if has_drawn and self._open and self._open[-1] not in self._found:
+        if now != self._last and self._open and self._open[-1] not in self._found:
             self._found.append(self._open[-1])
         self._last = now
 
