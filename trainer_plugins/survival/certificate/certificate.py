@@ -144,9 +144,11 @@ class Certificate:
                 comparison = Comparison(self._ranks, weights, passes, lent)
                 if self._family.is_vouched and torch.is_tensor(inputs.get("labels")):
                     comparison.look(self._class_weights, layout.take(inputs, 0, 1))
-                known = self._weights.get(layout.unit) or comparison.weights
-                known = [weight for weight in known if weight in comparison.weights]
-                comparison.likely = known or comparison.likely
+                fitted = self._weights.get(layout.unit, comparison.weights)
+                known = [weight for weight in comparison.weights if weight in fitted]
+                if self._ranks.on_any(not known):
+                    raise NotAdditiveError("the class weights of its loss have changed")
+                comparison.weights = tuple(known)
                 asked = _Asked(layout, inputs, kind, num_fit, known)
                 told, remaining = self._judge(comparison, asked)
                 if self._ranks.on_any(not self.knows(layout) and has_exchanged()):
@@ -243,10 +245,6 @@ class Certificate:
     ) -> tuple[list[Measurement], list[Weight]]:
         """Return the measurements, and the weights that fit, the same on all ranks."""
         told = self._measure(comparison, asked)
-        fits = all(_fits(asked, one) for one in told)
-        if self._ranks.on_any(bool(told) and fits and not _remaining(asked, told)):
-            comparison.is_thorough = True  # each fits by a weight not tried on the other
-            told = self._measure(comparison, asked)
         if not told:
             if self._ranks.on_any(self.is_new(asked.kind, asked.inputs)):
                 raise IndivisibleError(comparison.why_inconclusive)

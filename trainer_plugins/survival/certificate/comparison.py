@@ -80,8 +80,6 @@ class Comparison:
     ) -> None:
         self._ranks, self._passes, self._lent = ranks, passes, lent
         self.weights = weights  # weights to compare
-        self.likely = [*weights]  # the first of these is tried first, on each sample
-        self.is_thorough = False  # try all of them on each sample
         self.why_inconclusive = "it takes two examples to measure that they add up"
         self.cost = 0.0  # cells computed forward and backward
         self.why_moved = ""  # why a change made by passes forbids splitting; empty if none does
@@ -150,8 +148,7 @@ class Comparison:
         return not self._is_gradient and self._ranks.bare.training
 
     def _measure(self, sample: Probe, *, is_idle: bool) -> Measurement | None:
-        tried = self._choose_likely(sample)
-        measured = self._compute_parts(sample, tried)
+        measured = self._compute_parts(sample)
         if self._had_no_room(sample, measured) or isinstance(measured, DidNotFit):
             return None
         whole, parts = measured
@@ -164,32 +161,13 @@ class Comparison:
                 "be measured whether it is the sum of its parts'"
             )
             return None
-        errors, tolerance = self._errors(whole, parts, tells=tells), self._tolerance()
-        if self._ranks.on_any(min(errors.values()) > tolerance):
-            others = [weight for weight in self.weights if weight not in tried]
-            more = self._parts(sample, others, [])
-            if self._had_no_room(sample, more) or isinstance(more, DidNotFit):
-                return None
-            errors |= self._errors(whole, more, tells=tells)
-        told = Measurement(sample, errors, tolerance, self._describe_mode(), self._is_gradient)
-        if self._is_rounding(told, whole, tells=tells):
-            return None
-        fitting = [weight for weight in self.weights if told.fits(weight)]
-        self.likely = [one for one in self.likely if one in fitting] or fitting or self.likely
-        return told
-
-    def _choose_likely(self, sample: Probe) -> list[Weight]:
-        """Choose the likeliest weight, and those equal on this sample: others may not fit."""
-        # If it fits, a weight that counts this sample's parts differently does not.
-        if self.is_thorough or not self._is_gradient:  # the loss is multiplied afterwards
-            return [*self.weights]
-        first = self._ranks.highest(self.weights.index(self.likely[0]))
-        expected = sample.factors(self.weights[first])
-        return [
-            weight
-            for weight in self.weights
-            if not self._ranks.on_any(sample.factors(weight) != expected)
-        ]
+        errors = {
+            weight: self._farthest(_error(whole, some) if tells else 0.0)
+            for weight, some in parts.items()
+        }
+        tolerance, mode = self._tolerance(), self._describe_mode()
+        told = Measurement(sample, errors, tolerance, mode, self._is_gradient)
+        return None if self._is_rounding(told, whole, tells=tells) else told
 
     def _had_no_room(self, sample: Probe, measured: object) -> bool:
         """Return, identically on all ranks, whether a sample did not fit; record it if so."""
@@ -199,14 +177,6 @@ class Comparison:
             line = measured.first_line if isinstance(measured, DidNotFit) else "on another rank"
             self.why_inconclusive = report_no_room(line)
         return did_not_fit
-
-    def _errors(
-        self, whole: _Measured, parts: dict[Weight, list[_Measured]], *, tells: bool
-    ) -> dict[Weight, float]:
-        return {
-            weight: self._farthest(_error(whole, some) if tells else 0.0)
-            for weight, some in parts.items()
-        }
 
     def _is_rounding(self, told: Measurement, whole: _Measured, *, tells: bool) -> bool:
         """Return whether an error that no weight explains is only rounding, and proves nothing."""
@@ -238,9 +208,9 @@ class Comparison:
         return max(sizes) >= _SMALLEST_LOSS if self._is_loss_of_training else sizes[0] > 0
 
     def _compute_parts(
-        self, sample: Probe, weights: list[Weight]
+        self, sample: Probe
     ) -> tuple[_Measured, dict[Weight, list[_Measured]]] | DidNotFit:
-        """Compute a sample, and its parts by each of these weights, as training would."""
+        """Compute a sample, and its parts by each weight, as training would."""
         passes = self._passes
         whole = self._pass(sample.whole)
         if not isinstance(whole, DidNotFit) and self._ranks.on_any(passes.drawers.to_eval()):
@@ -248,7 +218,7 @@ class Comparison:
         if isinstance(whole, DidNotFit):
             return whole
         moved = [passes.state.find_moved()]
-        parts = self._parts(sample, weights, moved)
+        parts = self._parts(sample, moved)
         if isinstance(parts, DidNotFit):
             return parts
         if self._ranks.on_any(any(moved) and self._ranks.bare.training):
@@ -256,14 +226,14 @@ class Comparison:
         return whole, parts
 
     def _parts(
-        self, sample: Probe, weights: list[Weight], moved: list[dict[str, Moved]]
+        self, sample: Probe, moved: list[dict[str, Moved]]
     ) -> dict[Weight, list[_Measured]] | DidNotFit:
-        """Compute the parts of a sample by each of these weights; record each part's changes."""
+        """Compute the parts of a sample by each weight; record each part's changes."""
         # Gradients injected in a module's backward pass do not scale with the factor of the loss.
-        parts: dict[Weight, list[_Measured]] = {weight: [] for weight in weights}
+        parts: dict[Weight, list[_Measured]] = {weight: [] for weight in self.weights}
         for place, part in enumerate(sample.parts):
             passed: dict[float, _Measured] = {}
-            for weight in weights:
+            for weight in self.weights:
                 factor = sample.factors(weight)[place]
                 before = factor if self._is_gradient else 1.0  # a loss is multiplied afterwards
                 if self._ranks.on_any(before not in passed):
