@@ -54,7 +54,6 @@ class _Asked:
     inputs: Inputs
     kind: Kind
     num_fit: int
-    known: list[Weight]  # weights that have fitted so far
 
 
 class Certificate:
@@ -145,11 +144,10 @@ class Certificate:
                 if self._family.is_vouched and torch.is_tensor(inputs.get("labels")):
                     comparison.look(self._class_weights, layout.take(inputs, 0, 1))
                 fitted = self._weights.get(layout.unit, comparison.weights)
-                known = [weight for weight in comparison.weights if weight in fitted]
-                if self._ranks.on_any(not known):
+                comparison.weights = tuple(w for w in comparison.weights if w in fitted)
+                if self._ranks.on_any(not comparison.weights):
                     raise NotAdditiveError("the class weights of its loss have changed")
-                comparison.weights = tuple(known)
-                asked = _Asked(layout, inputs, kind, num_fit, known)
+                asked = _Asked(layout, inputs, kind, num_fit)
                 told, remaining = self._judge(comparison, asked)
                 if self._ranks.on_any(not self.knows(layout) and has_exchanged()):
                     comparison.end_with(samples.short(layout, inputs))
@@ -161,10 +159,7 @@ class Certificate:
         if not told:  # nothing new: earlier results hold
             self._next = self._computed + _SPARING * (comparison.cost or cells(inputs))
             return
-        # The gradient of a new kind is measured once; later only the loss, at a third of the cost.
-        is_once = kind not in self._kinds and not self._ranks.measures_together
-        cost = comparison.cost / 3 if is_once else comparison.cost
-        self._next = self._computed + _SPARING * cost
+        self._next = self._computed + _SPARING * comparison.cost
         if layout.count(inputs) < 2:
             return  # it only joined the others, and shows nothing of its own
         self._weights[layout.unit] = remaining
@@ -250,9 +245,9 @@ class Certificate:
                 raise IndivisibleError(comparison.why_inconclusive)
             return [], []
         for one in told:
-            if self._ranks.on_any(not _fits(asked, one)):
+            if self._ranks.on_any(not one.is_additive):
                 raise NotAdditiveError(comparison.describe(one))
-        remaining = _remaining(asked, told)
+        remaining = [w for w in comparison.weights if all(one.fits(w) for one in told)]
         if self._ranks.on_any(not remaining):
             raise NotAdditiveError(comparison.describe(told[-1]))
         if comparison.why_moved:
@@ -261,17 +256,13 @@ class Certificate:
 
     def _measure(self, comparison: Comparison, asked: _Asked) -> list[Measurement]:
         layout, inputs = asked.layout, asked.inputs
-        is_gradient = self._is_trained and (
-            self._ranks.measures_together or asked.kind not in self._kinds
-        )
+        is_gradient, is_vouched = self._is_trained, self._family.is_vouched
         is_first = self._ranks.on_any(not self.knows(layout))
-        is_vouched = self._family.is_vouched
-        halves = samples.real(layout, inputs, asked.num_fit, asked.known, varies_labels=is_vouched)
+        halves = samples.real(
+            layout, inputs, asked.num_fit, comparison.weights, varies_labels=is_vouched
+        )
         told = comparison.first_conclusive(halves, is_gradient=is_gradient)
         self.did_not_fit = [(one.num, cells(one.whole)) for one in comparison.did_not_fit]
-        if self._is_trained and not is_gradient and not (told and _fits(asked, told)):
-            is_gradient = True  # the gradient decides: a loss may have a term without one
-            told = comparison.first_conclusive(halves, is_gradient=True)
         found = [told]
         if is_first or told is None:  # constructed so that the weights differ most
             cut = samples.short(layout, inputs)
@@ -294,10 +285,10 @@ class Certificate:
         if self._ranks.measures_together:
             return None
         told = comparison.first_conclusive([sample], is_gradient=False)
-        if told is not None and not _fits(asked, told):
-            few = samples.real(layout, inputs, asked.num_fit, asked.known)
+        if told is not None and not told.is_additive:
+            few = samples.real(layout, inputs, asked.num_fit, comparison.weights)
             small = comparison.first_conclusive(few, is_gradient=False)
-            if small is None or not _fits(asked, small):
+            if small is None or not small.is_additive:
                 return None  # the loss has a term without a gradient
         return told
 
@@ -310,14 +301,6 @@ class Certificate:
             if told is None:
                 raise IndivisibleError(comparison.why_inconclusive)
             yield told
-
-
-def _fits(asked: _Asked, told: Measurement) -> bool:
-    return any(map(told.fits, asked.known))
-
-
-def _remaining(asked: _Asked, told: list[Measurement]) -> list[Weight]:
-    return [weight for weight in asked.known if all(one.fits(weight) for one in told)]
 
 
 def _describe_known(told: list[Measurement]) -> str:

@@ -52,8 +52,12 @@ class Measurement:
     def words(self) -> str:
         return f"{self.sample.words}, {self.how}"
 
+    @property
+    def is_additive(self) -> bool:
+        return min(self.errors.values()) <= self.tolerance
+
     def fits(self, weight: Weight) -> bool:
-        return self.errors.get(weight, math.inf) <= self.tolerance
+        return self.errors[weight] <= self.tolerance
 
 
 def _divide(layout: Layout, whole: Inputs, first: int, num: int, words: str) -> Probe:
@@ -69,7 +73,7 @@ def real(
     layout: Layout,
     inputs: Inputs,
     num_fit: int,
-    weights: list[Weight],
+    weights: tuple[Weight, ...],
     *,
     varies_labels: bool = False,
 ) -> list[Probe]:
@@ -136,7 +140,7 @@ def pair_classes(layout: Layout, inputs: Inputs, new: frozenset[int]) -> list[Pr
     return samples
 
 
-def _spread(sample: Probe, weights: list[Weight]) -> float:
+def _spread(sample: Probe, weights: tuple[Weight, ...]) -> float:
     factors = sorted(sample.factors(weight)[0] for weight in weights)
     return min((more - less for less, more in pairwise(factors)), default=0.0)
 
