@@ -149,15 +149,15 @@ class OtherModel(Wrapper):
 
 
 OWN = {
-    Squares: "returns another loss than",
-    ChangesInPlace: "returns another loss than",
-    AddsATerm: "returns another loss than",
-    HooksTheLoss: "returns another loss than",
-    AddsItInBackward: "changes rows or gradients in addition to",
-    FiltersRows: "gives another model, rows or number of items to",
-    MasksLabelsInPlace: "gives another model, rows or number of items to",
-    OtherModel: "gives another model, rows or number of items to",
-    CallsTwice: "calls, this time, more than once",
+    Squares: "returned another loss than {}",
+    ChangesInPlace: "returned another loss than {}",
+    AddsATerm: "returned another loss than {}",
+    HooksTheLoss: "returned another loss than {}",
+    AddsItInBackward: "changed rows or gradients besides calling {}",
+    FiltersRows: "gave another model, rows or number of items to {}",
+    MasksLabelsInPlace: "gave another model, rows or number of items to {}",
+    OtherModel: "gave another model, rows or number of items to {}",
+    CallsTwice: "called {} more than once in this step",
 }
 
 
@@ -165,7 +165,8 @@ OWN = {
 def test_a_loss_of_its_own_is_refused_before_the_first_step(tmp_path, kind) -> None:
     trainer = small_trainer(tmp_path, trainer_class=kind)
     survive_oom(trainer)
-    why = rf"{kind.__name__}.compute_loss is not known to be .*: it {OWN[kind]} Trainer\."
+    what = OWN[kind].format("Trainer.compute_loss")
+    why = rf"{kind.__name__}.compute_loss is not known to be .*: it {what}"
     with pytest.raises(ValueError, match=why):
         trainer.train()
     assert trainer.state.global_step == 0
@@ -175,7 +176,7 @@ def test_a_loss_of_its_own_is_refused_before_the_first_step(tmp_path, kind) -> N
     with pytest.raises(torch.OutOfMemoryError):  # as it is, and without a division
         Run(warned, {1: [150]})
     (told,) = remarks(tmp_path, "out-of-memory-refused")
-    assert "vouch_for_loss=True" in told.finding.summary
+    assert "vouch_for_loss=True" in told.finding.evidence
 
 
 @pytest.mark.parametrize("kind", [Squares, FiltersRows])

@@ -265,7 +265,7 @@ def test_when_nothing_helps_the_error_keeps_its_words(
     )
     assert why in str(raised.value)
     assert [
-        why in entry.finding.summary for entry in remarks(tmp_path, "out-of-memory-refused")
+        why in entry.finding.evidence for entry in remarks(tmp_path, "out-of-memory-refused")
     ] == [True]
 
 

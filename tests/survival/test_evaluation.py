@@ -273,7 +273,8 @@ def test_outputs_that_have_no_rows_are_not_put_together_wrongly(tmp_path) -> Non
         return model
 
     with pytest.raises(
-        torch.OutOfMemoryError, match="returns something that is not a tensor of one row an example"
+        torch.OutOfMemoryError,
+        match="returns a value that is no tensor with one row per example",
     ):
         evaluated(tmp_path, (100,), True, summed)
 

@@ -55,7 +55,7 @@ def test_a_buffer_that_each_pass_moves_is_refused_before_the_first_step(tmp_path
     survive_oom(trainer)
 
     with pytest.raises(
-        ValueError, match=r"`model.norm.size`, a buffer of Adapted, is moved by each forward pass"
+        ValueError, match=r"`model.norm.size`, a buffer of Adapted, changes in each forward pass"
     ):
         trainer.train()
     assert trainer.state.global_step == 0
@@ -74,7 +74,7 @@ def test_a_run_with_such_a_buffer_goes_on_as_it_is_where_that_was_asked_for(tmp_
         for e in read_timeline(tmp_path / "_trainer_plugins" / "memory" / "rank-0.jsonl")
         if isinstance(e, Remark)
     )
-    assert "a buffer of Adapted" in entry.finding.summary
+    assert "a buffer of Adapted" in entry.finding.evidence
 
     trainer = adapted(tmp_path)
     survive_oom(trainer, on_refusal="warn")
@@ -88,7 +88,7 @@ def test_a_failure_in_the_very_first_pass_is_not_divided_either(tmp_path, on_ref
     survive_oom(trainer, ladder=(), on_refusal=on_refusal)
 
     with pytest.raises(
-        torch.OutOfMemoryError, match=r"`model.norm.size`, a buffer of Adapted, is moved by each"
+        torch.OutOfMemoryError, match=r"`model.norm.size`, a buffer of Adapted, changes in each"
     ):
         Run(trainer, {0: [100]})
 
@@ -151,7 +151,7 @@ def test_longrope_that_one_sequence_decides_for_all_is_refused(tmp_path) -> None
 
     with pytest.raises(
         ValueError,
-        match=r"one of its sequences has 1\d tokens, and longrope takes other frequencies",
+        match=r"one of its sequences has 1\d tokens, and longrope switches the whole",
     ):
         trainer.train()
 

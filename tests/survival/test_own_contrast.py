@@ -83,7 +83,7 @@ def test_it_is_never_divided(tmp_path, kind: str) -> None:
     vouched = trainer()
     survive_oom(vouched, vouch_for_loss=True, ladder=())
     why = (
-        "`queue`, a buffer of Towers, is moved by each forward pass"
+        "`queue`, a buffer of Towers, changes in each forward pass"
         if kind == "queue"
         else "its gradient is not the sum of its parts"
     )

@@ -50,7 +50,7 @@ def test_what_cannot_be_helped_is_said_and_trains_on_unless_asked_otherwise(tmp_
     trainer.train()
     assert trainer.state.global_step == 2
     (told,) = remarks(tmp_path, "out-of-memory-refused")
-    assert "compute_loss_func is a custom loss" in told.finding.summary
+    assert "compute_loss_func is a custom loss" in told.finding.evidence
 
     strict = small_trainer(
         tmp_path, compute_loss_func=lambda outputs, labels, **kwargs: outputs.logits.sum() * 0

@@ -235,7 +235,7 @@ CASES: dict[str, tuple] = {
     ),
     "dynamic RoPE": (
         {"model": dynamic_rope},
-        r"dynamic RoPE \(`model.rotary_emb`, LlamaRotaryEmbedding\) keeps the longest",
+        r"dynamic RoPE \(`model.rotary_emb`, LlamaRotaryEmbedding\) remembers the longest",
     ),
     "contrastive": (
         {"model": lambda: OneTower(tiny_llama().config)},
@@ -246,7 +246,7 @@ CASES: dict[str, tuple] = {
         {"optim": "galore_adamw_layerwise", "optim_target_modules": "q"},
         "applies gradients inside",
     ),
-    "hook takes": ({"model": taking_gradients}, "takes the gradient of `model.norm.weight`"),
+    "hook takes": ({"model": taking_gradients}, "consumes the gradient of `model.norm.weight`"),
     "hook changes": ({"model": changing_gradients}, "changes the gradient of `model.norm.weight`"),
     "AdaLoRA": (
         {"model": adalora},
@@ -279,7 +279,7 @@ def test_refused_when_it_is_attached(tmp_path, case: str, caplog) -> None:
     (entry,) = read_timeline(tmp_path / "_trainer_plugins" / "memory" / "rank-0.jsonl")
     assert isinstance(entry, Remark)
     assert entry.finding.code == "out-of-memory-refused"
-    assert entry.finding.summary in caplog.text
+    assert entry.finding.evidence in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -345,7 +345,7 @@ def test_what_comes_with_the_optimizer_is_seen_before_the_first_step(
     survive_oom(trainer, on_refusal=on_refusal)
 
     words = {
-        "error": "takes the gradient of `lm_head.weight`",
+        "error": "consumes the gradient of `lm_head.weight`",
         "warn": r"^CUDA out of memory.* for number 100\.$",
     }
     with pytest.raises((ValueError, torch.OutOfMemoryError), match=words[on_refusal]):
@@ -363,7 +363,7 @@ def test_a_hook_that_a_later_callback_sets_is_seen_before_the_first_step(tmp_pat
     trainer = small_trainer(tmp_path)
     survive_oom(trainer)
     trainer.add_callback(HooksGradients())
-    with pytest.raises(ValueError, match=r"takes the gradient of `lm_head\.weight`"):
+    with pytest.raises(ValueError, match=r"consumes the gradient of `lm_head\.weight`"):
         Run(trainer)
     assert trainer.state.global_step == 0
 
@@ -450,7 +450,7 @@ def test_a_loss_that_couples_rows_is_found_by_measuring(tmp_path) -> None:
     trainer = small_trainer(tmp_path, Coupled())
     survive_oom(trainer, vouch_for_loss=True)
 
-    with pytest.raises(torch.OutOfMemoryError, match="its gradient is not the sum of its parts'"):
+    with pytest.raises(torch.OutOfMemoryError, match="its gradient is not the sum over its parts"):
         Run(trainer, {0: [num // 3]})
 
 

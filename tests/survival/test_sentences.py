@@ -110,7 +110,10 @@ def test_a_loss_that_ranks_rows(tmp_path, at: float, loss) -> None:
     ("loss", "why"),
     [
         (CachedRanking, "CachedRanking computes its own pieces: set its mini_batch_size instead"),
-        (WeighedRanking, "WeighedRanking has weights of its own, whose gradients are not watched"),
+        (
+            WeighedRanking,
+            "WeighedRanking has weights outside the model, which survival does not track",
+        ),
     ],
     ids=["cached", "weights"],
 )

@@ -253,7 +253,7 @@ def test_a_count_is_put_back_wherever_a_module_keeps_it(tmp_path) -> None:
 def test_a_mean_of_rows_is_refused_by_the_place_where_a_module_keeps_it(tmp_path, name) -> None:
     trainer = small_trainer(tmp_path, held_by(Averages, name))
     survive_oom(trainer, ladder=())
-    with pytest.raises(torch.OutOfMemoryError, match=r"each pass moves `.*according to its rows"):
+    with pytest.raises(torch.OutOfMemoryError, match=r"each pass changes `.*depending on its rows"):
         Run(trainer, {0: [100]})
     assert not remarks(tmp_path, "out-of-memory-survived")
 
@@ -327,7 +327,7 @@ class Bank(Stateful):
 def test_a_memory_bank_is_refused_while_it_is_not_used_yet(tmp_path) -> None:
     trainer = small_trainer(tmp_path, with_norms(Bank))
     survive_oom(trainer, ladder=())
-    with pytest.raises(torch.OutOfMemoryError, match="kept`, a list that grows, according to its"):
+    with pytest.raises(torch.OutOfMemoryError, match="kept`, a list that grows, depending on its"):
         Run(trainer, {0: [100]})
 
 
@@ -375,9 +375,9 @@ class FirstBatch(Stateful):
 
 
 REFUSED = {
-    Average: (r"each pass moves `model.norm.mean`, an attribute of Average, according to", 0),
-    FirstBatch: (r"`model.norm.scale`, a parameter of FirstBatch, is moved by each forward", 0),
-    Late: (r"`model.norm.mean`, a buffer of Late, is moved by each forward pass", 7),
+    Average: (r"each pass changes `model.norm.mean`, an attribute of Average, depending on", 0),
+    FirstBatch: (r"`model.norm.scale`, a parameter of FirstBatch, changes in each forward", 0),
+    Late: (r"`model.norm.mean`, a buffer of Late, changes in each forward pass", 7),
 }
 
 

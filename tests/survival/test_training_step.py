@@ -67,7 +67,7 @@ def test_one_that_becomes_another_later_is_stopped_where_it_is_divided(
     trainer = trainer_that(tmp_path, NEARLY[how], first=3)
     survive_oom(trainer)
     with pytest.raises(
-        RuntimeError, match="training_step changes the loss that compute_loss gave it"
+        RuntimeError, match="training_step changes the loss that compute_loss returned"
     ):
         Run(trainer, {3: [int(at * num)]})
     assert trainer.state.global_step == 1

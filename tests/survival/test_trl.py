@@ -254,7 +254,7 @@ def test_longrope_without_padding_is_divided_or_refused_by_the_sequences(tmp_pat
     lengths = [len(row["input_ids"]) for row in sft_longrope(tmp_path, 4).train_dataset]
     trainer = sft_longrope(tmp_path, boundary=sum(lengths) // len(lengths))
     survive_oom(trainer)
-    with pytest.raises(ValueError, match=r"has \d+ tokens, and longrope takes other frequencies"):
+    with pytest.raises(ValueError, match=r"has \d+ tokens, and longrope switches the whole"):
         trainer.train()
 
 

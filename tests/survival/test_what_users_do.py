@@ -63,7 +63,7 @@ class CallsBackward(Trainer):
 @pytest.mark.parametrize(
     ("trainer_class", "why"),
     [
-        (WithPenalty, "training_step adds a term to the loss, whose gradient pieces would lack"),
+        (WithPenalty, "training_step adds a term to the loss, and pieces would miss its gradient"),
         (
             CallsBackward,
             "training_step does not call accelerator.backward once for each compute_loss",
@@ -239,7 +239,7 @@ def test_rows_that_are_coupled_in_training_alone_are_found(tmp_path) -> None:
         },
     )
     survive_oom(trainer, ladder=())
-    with pytest.raises(torch.OutOfMemoryError, match="its gradient is not the sum of its parts'"):
+    with pytest.raises(torch.OutOfMemoryError, match="its gradient is not the sum over its parts"):
         Run(trainer, {0: [100]})
 
 

@@ -73,7 +73,7 @@ def _reasons(module: nn.Module, is_training: bool) -> Iterator[tuple[str, str]]:
     if any("dynamic" in kind for kind in _rope_types(module)):
         yield (
             "rope",
-            "dynamic RoPE (`{name}`, {kind}) keeps the longest length of any piece or trial",
+            "dynamic RoPE (`{name}`, {kind}) remembers the longest sequence, even of a failed try",
         )
 
 

@@ -113,7 +113,9 @@ def survive_oom(
     family = family_of(trainer, is_vouched=vouch_for_loss)
     reasons = refusals(trainer, family)
     if not holds_here():
-        reasons.append("a trial showed that this torch finishes no gradients one by one: report it")
+        reasons.append(
+            "a trial showed that this torch does not finish gradients one by one: please report it"
+        )
     if not isinstance(family, Family):
         reasons.append(family.words)
     if isinstance(family, Family) and not reasons:

@@ -295,7 +295,7 @@ def _check_finished(
     found: str | DidNotFit, options: dict[str, object], expected: Mapping[str, object]
 ) -> None:
     if isinstance(found, DidNotFit):
-        raise found.make_error("there was no room to measure how training_step scales the loss")
+        raise found.make_error("no memory was left to measure how training_step scales the loss")
     if found:
         raise RuntimeError(f"{found}, {_WRONG_STEP}")
     if options != expected:

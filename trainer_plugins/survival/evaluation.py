@@ -30,7 +30,7 @@ from trainer_plugins.survival.words import part_raised, report_in_parts
 
 R = TypeVar("R")
 
-_ONLY_TRAINING = "with this loss only training divides"
+_ONLY_TRAINING = "evaluation batches are not divided with this loss"
 
 # Outputs that the Trainer drops; transformers 5.24 renamed the second to the first.
 _CACHES = ("cache", "past_key_values")
@@ -253,7 +253,7 @@ class Evaluation:
         if failures:
             self._parts.note_failure(num, cells(inputs))
         elif num == 1:
-            raise IndivisibleError("it is one example")
+            raise IndivisibleError("it holds only one example")
         weight = self._weight(layout, inputs, compute, before)
         whole, whole_share = weight.weigh(inputs, num), family.share.weigh(inputs, num)
 
@@ -350,4 +350,4 @@ def _join_values(layout: Layout, values: list[Any]) -> object:
         return layout.join(values)
     if first is None:
         return None
-    raise IndivisibleError("its model returns something that is not a tensor of one row an example")
+    raise IndivisibleError("its model returns a value that is no tensor with one row per example")

@@ -87,7 +87,7 @@ class Handed:
             if node is None or node in seen:
                 continue
             if hasattr(node, "variable"):
-                return "training_step adds a term to the loss, whose gradient pieces would lack"
+                return "training_step adds a term to the loss, and pieces would miss its gradient"
             seen.add(node)
             nodes.extend(following for following, _ in node.next_functions)
         return ""
@@ -136,8 +136,8 @@ class Handed:
         if abs(got - self._scale) <= tolerance:  # false for NaN
             return ""
         return (
-            f"training_step changes the loss that compute_loss gave it: to {got:.6g} times its "
-            f"gradient, where the Trainer's has {self._scale:.6g} times"
+            f"training_step changes the loss that compute_loss returned: it scales the gradient by "
+            f"{got:.6g}, where the Trainer's own scales it by {self._scale:.6g}"
         )
 
 

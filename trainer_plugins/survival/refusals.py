@@ -16,8 +16,8 @@ from trainer_plugins.survival.ranks import kind_of
 from trainer_plugins.wrapped import base_model, compiles
 
 _NOT_TWICE = (
-    "its loss compares rows, so all have to pass once before the pieces, and under FSDP a rank "
-    "that fails there could not finish what the others wait for: use DDP or DeepSpeed ZeRO"
+    "its loss compares rows, so all rows pass once before the pieces, and under FSDP a rank that "
+    "runs out of memory there would leave the others waiting: use DDP or DeepSpeed ZeRO"
 )
 
 
@@ -36,7 +36,7 @@ def refusals(trainer: HfTrainer, family: Family | NoFamily) -> list[str]:
         if not kind_of(trainer).passes_twice:
             reasons.append(_NOT_TWICE)
         if compiles(trainer.model):
-            reasons.append("its loss compares rows, which compiled code does not let pass apart")
+            reasons.append("its loss compares rows, and compiled code cannot pass them in pieces")
     return reasons
 
 
@@ -70,7 +70,7 @@ def _judge_compiled(trainer: HfTrainer) -> Iterator[str]:
 def _judge_consumed_gradients(trainer: HfTrainer) -> Iterator[str]:
     optim = str(getattr(trainer.args.optim, "value", trainer.args.optim))
     if "lomo" in optim or "layerwise" in optim:
-        yield f"optim={optim} applies gradients inside the backward, which a retry repeats"
+        yield f"optim={optim} applies gradients inside the backward pass, and a retry repeats that"
     yield from hooks_of_gradients(trainer.model)
 
 
@@ -124,4 +124,4 @@ def _rivals(trainer: HfTrainer) -> Iterator[str]:
             " survive_oom before train(), or pass SurviveOOM to the Trainer before"
         )
     if getattr(trainer.args, "activation_offloading", False):
-        yield "activation_offloading counts tensors, and a failed attempt upsets the count"
+        yield "a failed attempt upsets the counts of activation_offloading: turn it off"

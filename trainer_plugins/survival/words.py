@@ -82,9 +82,9 @@ class Story:
     def report_refused(self, whole: Piece, why: str, remedy: str) -> Finding:
         return Finding.error(
             code="out-of-memory-refused",
-            summary=f"{self._name_failure()}, and the micro-batch of {self.describe(whole)} cannot "
-            f"be finished: {why}",
-            evidence=f"{_num_failed(self.failures)}; {self.failures[0].first_line}",
+            summary=f"survive_oom could not finish a micro-batch of {self.describe(whole)}",
+            evidence=f"{self._name_failure()}; {why}; {_num_failed(self.failures)}; "
+            + self.failures[0].first_line,
             remedy=remedy,
         )
 
@@ -134,10 +134,10 @@ def report_not_attached(reasons: list[str]) -> Finding:
     """Report a Trainer that cannot be helped, before training."""
     return Finding.warning(
         code="out-of-memory-refused",
-        summary=f"survive_oom does nothing in this run: {'; '.join(reasons)}",
-        evidence="found in the Trainer, its model and its arguments before the first step",
-        remedy="Change the named setting, or remove survive_oom. docs/survival.md lists what is"
-        " supported.",
+        summary="survive_oom does nothing in this run",
+        evidence="; ".join(reasons),
+        remedy="Change what is named, or remove survive_oom. docs/survival.md lists what it"
+        " supports.",
     )
 
 
@@ -181,4 +181,4 @@ def part_raised(error: Exception) -> str:
     """Describe an error that a part of a micro-batch raised, or why it is indivisible."""
     if isinstance(error, IndivisibleError):
         return str(error)
-    return f"a part of it cannot be computed: {type(error).__name__}: {error}"
+    return f"a part of it raised {type(error).__name__}: {error}"

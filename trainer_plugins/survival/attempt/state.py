@@ -301,8 +301,8 @@ def explain_not_divided(moved: Iterable[Moved]) -> str:
     for one in moved:
         if one.is_learned or not one.is_restorable:
             return (
-                f"{one.words} is moved by each forward pass in training: pieces need several "
-                "passes, and each would see it as the one before left it"
+                f"{one.words} changes in each forward pass in training: each piece would start "
+                "from the value that the one before left"
             )
     return ""
 
@@ -316,7 +316,7 @@ def explain_rows_differ(
         if not is_same(one and one.value, two and two.value):
             moved = two or one
             assert moved is not None
-            return f"each pass moves {moved.words} according to its rows"
+            return f"each pass changes {moved.words} depending on its rows"
     return ""
 
 

@@ -94,7 +94,7 @@ class Certificate:
     def weight(self, layout: Layout, kind: Kind) -> Weight:
         why = self.why_broken or self._refused.get(kind, "")
         if why or not self.knows(layout):
-            raise IndivisibleError(why or "whether its parts add up was not measured")
+            raise IndivisibleError(why or "survival has not measured whether its parts add up")
         return self._weights[layout.unit][0]
 
     def knows(self, layout: Layout) -> bool:

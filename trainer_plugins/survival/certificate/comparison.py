@@ -24,6 +24,7 @@ from trainer_plugins.survival.exact.shares import (
 )
 from trainer_plugins.survival.limit.limit import cells
 from trainer_plugins.survival.ranks.alone import Ranks
+from trainer_plugins.survival.words import part_raised
 
 # Above the rounding of a right weight (1e-7 in float32, 2e-3 in bfloat16, at 16 and 28 layers), and
 # below the error of a wrong one. Many models compute the loss in float32 whatever their type.
@@ -40,6 +41,8 @@ _NOT_A_NUMBER = 1e9  # error of a part whose gradient or loss is not finite
 _SMALLEST_LOSS = 1e-2  # below, a loss may be rounding (terms of GRPO cancel): see the gradient
 
 _FORWARD = 1 / 3  # cost of a forward pass, relative to forward and backward
+
+_NOT_MEASURABLE = "so survival cannot measure whether pieces add up"
 
 _Measured = list[torch.Tensor]  # one tensor per parameter or reduction, or only the loss
 
@@ -80,7 +83,7 @@ class Comparison:
     ) -> None:
         self._ranks, self._passes, self._lent = ranks, passes, lent
         self.weights = weights  # weights to compare
-        self.why_inconclusive = "it takes two examples to measure that they add up"
+        self.why_inconclusive = "measuring whether pieces add up takes at least two examples"
         self.cost = 0.0  # cells computed forward and backward
         self.why_moved = ""  # why a change made by passes forbids splitting; empty if none does
         self.overwritten: set[str] = set()  # places that a pass overwrites completely
@@ -100,7 +103,7 @@ class Comparison:
             passed = [self._pass(some, sample=sample) for some in (sample.whole, *sample.parts)]
             if not self._ranks.on_any(any(isinstance(one, DidNotFit) for one in passed)):
                 return
-        raise IndivisibleError("there was no room to measure how its metrics add up")
+        raise IndivisibleError("there was not enough memory to measure how its metrics add up")
 
     def first_conclusive(self, samples: list[Probe], *, is_gradient: bool) -> Measurement | None:
         """Measure the largest sample that fits and is conclusive; None on every rank if none is."""
@@ -123,18 +126,17 @@ class Comparison:
             noise = self._farthest(_error(first, [second]))
             if noise > told.tolerance:
                 return (
-                    f"two passes over the same {told.sample.num} examples disagree by {noise:.1e} "
-                    "with all random numbers held, so it cannot be measured whether its parts add "
-                    "up"
+                    f"two passes over the same {told.sample.num} examples differ by {noise:.1e} "
+                    f"although they drew no random numbers, {_NOT_MEASURABLE}"
                 )
         if min(told.errors.values()) >= _NOT_A_NUMBER:
             return f"the {self._what} of a part is not a number: measured on {told.words}"
         tried = []
         for weight, error in told.errors.items():
             off = "not a number" if error >= _NOT_A_NUMBER else f"{error:.1e}"
-            tried.append(f"{off} if it is {weight.name}")
+            tried.append(f"{off} as {weight.name}")
         said = (
-            f"its {self._what} is not the sum of its parts': measured on {told.words}, it is off "
+            f"its {self._what} is not the sum over its parts: measured on {told.words}, it is off "
             f"by {', '.join(tried)}"
         )
         return f"{said}; {self.why_moved}" if self.why_moved else said
@@ -157,8 +159,8 @@ class Comparison:
         )
         if not self._ranks.on_any(tells):
             self.why_inconclusive = (
-                f"its {self._what} is 0, or not a number, on {sample.num} examples, so it cannot "
-                "be measured whether it is the sum of its parts'"
+                f"its {self._what} is 0, or not a number, on {sample.num} examples, "
+                f"{_NOT_MEASURABLE}"
             )
             return None
         errors = {
@@ -189,8 +191,8 @@ class Comparison:
         # Without room for that pass we do not know, and a smaller sample decides.
         noise = math.inf if isinstance(again, DidNotFit) else _error(whole, [again])
         self.why_inconclusive = (
-            f"its {self._what} is nothing but rounding on {told.sample.num} examples, so it cannot "
-            "be measured whether it is the sum of its parts'"
+            f"its {self._what} is only rounding noise on {told.sample.num} examples, "
+            f"{_NOT_MEASURABLE}"
         )
         return least <= _OF_ROUNDING * self._farthest(noise if tells else 0.0)
 
@@ -277,11 +279,11 @@ class Comparison:
             noted = self._pass(sample.parts[1], sample=sample, notes=notes)
             if isinstance(noted, DidNotFit) or _error(repeated, [noted]) > 0:
                 why = why or _describe_rows(
-                    words[min(notes)] if notes else "what another rank notes"
+                    words[min(notes)] if notes else "a value on another rank"
                 )
             self.notes |= notes
         if self._ranks.on_any(bool(why)):
-            self.why_moved = why or "a pass of another rank moves the state of the model"
+            self.why_moved = why or "a forward pass on another rank changes the state of the model"
 
     def _pass(
         self,
@@ -306,9 +308,7 @@ class Comparison:
             raise
         except Exception as error:  # the model's own error, at a size it never meets in training
             self._ranks.part_failed(error)
-            raise IndivisibleError(
-                f"a part of it cannot be computed: {type(error).__name__}: {error}"
-            ) from error
+            raise IndivisibleError(part_raised(error)) from error
 
     def _value(self, some: Inputs, whole: Divided | None) -> _Measured:
         loss = compute_without_graph(lambda: self._passes.loss(some, whole))
@@ -338,12 +338,12 @@ def _is_note(key: str, value: Any) -> bool:
 
 
 def _describe_rows(words: str) -> str:
-    return f"each pass moves {words} according to its rows"
+    return f"each pass changes {words} depending on its rows"
 
 
 def report_no_room(line: str) -> str:
     """Report that a measurement did not fit, with the first line of its error."""
-    return f"there was no room to measure whether its loss can be divided ({line})"
+    return f"there was not enough memory to measure whether its loss can be divided ({line})"
 
 
 def _error(whole: _Measured, parts: list[_Measured]) -> float:

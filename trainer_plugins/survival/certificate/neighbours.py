@@ -113,7 +113,7 @@ class Neighbours:
                 again = self._pass(batches.one, batches, draw)
             said = _describe(one, other, again, batches) if again and pairs else ""
             if self.ranks.on_any(bool(said)):
-                return said or "rows are mixed on another rank, which says where"
+                return said or "rows are mixed on another rank, whose log names the module"
             return ""
         return ""
 
@@ -215,7 +215,7 @@ def _describe(one: _Passed, other: _Passed, again: _Passed, batches: _Arranged) 
             kept = explain_rows_differ(one.moved, other.moved, ())
             return (
                 f"{mine.module} mixes the rows of a micro-batch: {int(batches.is_alike.sum())} of "
-                f"them changed by {off:.1e} when those beside them were others, with the same "
+                f"them changed by {off:.1e} when other rows stood beside them, with the same "
                 "random numbers" + (f"; {kept}" if kept else "")
             )
     return ""

@@ -96,7 +96,7 @@ def hooks_of_gradients(model: nn.Module) -> Iterator[str]:
     """Yield every reason why hooks of parameters would see the gradients of pieces."""
     parameters = list(model.named_parameters())
     if name := next((n for n, p in parameters if _takes_gradient(p)), None):
-        yield f"a hook takes the gradient of `{name}` inside the backward: it would get pieces"
+        yield f"a hook consumes the gradient of `{name}` in the backward pass: it would get pieces"
     if name := next((n for n, p in parameters if p._backward_hooks), None):
         yield f"a hook changes the gradient of `{name}`: it would get pieces"
 
@@ -119,9 +119,9 @@ def explain_never_final(model: nn.Module, loss: Callable[[], torch.Tensor]) -> s
     with gradients_aside(model), Watch(model) as watch:
         accumulated = attempt(work)
     if isinstance(accumulated, DidNotFit):
-        return f"there was no room to check which gradients are final ({accumulated.first_line})"
+        return f"no memory was left to check which gradients are final ({accumulated.first_line})"
     if accumulated:
-        return f"a module accumulates the gradient of `{accumulated[0]}` in a backward of its own"
+        return f"a module accumulates the gradient of `{accumulated[0]}` in its own backward pass"
     if is_reentrant(model) and (shared := _find_shared(model, watch)):
         return (
             f"`{shared}` is used more than once under reentrant checkpointing, which finishes its "

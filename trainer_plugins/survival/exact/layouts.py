@@ -47,7 +47,7 @@ class Rows:
             length = _length(value)
             if name == "position_ids" and _dims(value) > 2:
                 raise IndivisibleError(
-                    "`position_ids` has one plane a kind of position, so it is not cut by rows"
+                    "`position_ids` has a plane for each kind of position, so it has no rows to cut"
                 )
             if length is not None and length not in lengths and not _is_shared(name, value):
                 raise IndivisibleError(
@@ -239,15 +239,15 @@ def find_layout(layouts: Iterable[Layout], inputs: Inputs) -> Layout:
     for layout in layouts:
         if layout.count(inputs) > 0:
             return layout
-    raise IndivisibleError("it holds no tensor with examples in it")
+    raise IndivisibleError("it holds no tensor with one row per example")
 
 
 def _check_one_side(lengths: list[int], boundary: int) -> None:
     if min(lengths) <= boundary < max(lengths):
         raise IndivisibleError(
-            f"one of its sequences has {max(lengths)} tokens, and longrope takes other frequencies "
-            f"for all of a micro-batch if one is longer than {boundary}: pieces without it would "
-            "get those for short ones"
+            f"one of its sequences has {max(lengths)} tokens, and longrope switches the whole "
+            f"micro-batch to other frequencies above {boundary}: pieces without it would keep "
+            "those for short ones"
         )
 
 

@@ -32,8 +32,8 @@ class Family:
 
 
 VOUCH = (
-    " (vouch_for_loss=True declares it a sum or mean over examples that compares none with"
-    " another; survival then measures that)"
+    " (if it is a sum or a mean over examples, and compares none with another, pass"
+    " vouch_for_loss=True: survival then measures that)"
 )
 
 
@@ -189,8 +189,8 @@ def _family_of(trainer: HfTrainer, compute_loss: Callable[..., Any]) -> Family |
     here = getattr(compute_loss, "__module__", "").partition(".")[0]
     if library in ("transformers", "trl") and here != library:
         return NoFamily(
-            "trainer.compute_loss was already replaced: by survive_oom, which you can detach,"
-            " or by you"
+            "something has replaced trainer.compute_loss already: your code, or an earlier"
+            " survive_oom, which you can detach"
         )
     return _family_of_class(trainer, owner)
 
@@ -258,7 +258,7 @@ def _family_of_dpo(trainer: Any) -> Family | NoFamily:
     if unknown := sorted(kinds - {*_DPO, *_DPO_SORTED}):
         return NoFamily(f"the DPO loss {unknown[0]!r} is not a mean over pairs")
     if "sft" in kinds and trainer.args.use_weighting:  # trl 1.16 itself fails with several pairs
-        return NoFamily('DPO\'s "sft" with use_weighting multiplies two means')
+        return NoFamily('DPO\'s "sft" with use_weighting multiplies two means over the micro-batch')
     if kinds & {*_DPO_SORTED}:
         return _find_seam(trainer, _SEEN_PAIRS)
     return replace(_PAIRS, coupling=coupled.dpo_with_sft(trainer)) if "sft" in kinds else _PAIRS
@@ -269,7 +269,8 @@ def _find_seam(trainer: Any, family: Family) -> Family | NoFamily:
     own = next(kind for kind in type(trainer).__mro__ if kind.__module__.startswith("trl."))
     if "fused_lm_head" not in inspect.getsource(own):
         return NoFamily(
-            f"the loss of {own.__name__} compares rows, and with this trl all logits would be kept"
+            f"the loss of {own.__name__} compares rows, and this trl would keep all logits:"
+            " install trl 1.16 or newer"
         )
     models = [trainer.model, *([ref] if (ref := trainer.ref_model) is not None else [])]
     return replace(family, coupling=Seam(trainer, models))
@@ -295,7 +296,9 @@ def _family_of_sentences(trainer: Any) -> Family | NoFamily:
                 "CachedMultipleNegativesRankingLoss with mini_batch_size"
             )
         if not {*loss.parameters()} <= weights:
-            return NoFamily(f"{name} has weights of its own, whose gradients are not watched")
+            return NoFamily(
+                f"{name} has weights outside the model, and survival does not track their gradients"
+            )
     return replace(_SEEN_ROWS, coupling=Seam(trainer, [trainer.model]))
 
 
@@ -306,7 +309,7 @@ def _family_of_grpo(trainer: Any) -> Family | NoFamily:
     if trainer.top_entropy_quantile < 1.0:
         return NoFamily("top_entropy_quantile compares all completions of a micro-batch")
     if getattr(trainer, "_entropy_bonus_enabled", False):
-        return NoFamily("entropy_coef and use_adaptive_entropy add a mean that is over all tokens")
+        return NoFamily("entropy_coef and use_adaptive_entropy add a mean over all tokens")
     if getattr(trainer, "use_liger_loss", False):
         return NoFamily("GRPO with use_liger_loss is not supported: its kernel's loss is not known")
     return replace(_COMPLETIONS, weights=(_GRPO[kind],))

@@ -152,22 +152,22 @@ class Delegation:
         why = _explain_refusal(calls, _loss(result), is_changed or bool(before.find_changed()))
         name = type(self._trainer).__name__
         self.why_not = why and (
-            f"{name}.compute_loss is not known to be a sum over examples: it {why} "
-            f"{self._known.__name__}.compute_loss"
+            f"{name}.compute_loss is not known to be a sum over examples: it "
+            + why.format(f"{self._known.__name__}.compute_loss")
         )
         return result
 
 
 def _explain_refusal(calls: list[_Call], loss: Any, is_changed: bool) -> str:
     if len(calls) != 1:
-        return "calls, this time, more than once" if calls else "does not call, this time,"
+        return "called {} more than once in this step" if calls else "did not call {} in this step"
     (call,) = calls
     if not call.is_same:
-        return "gives another model, rows or number of items to"
+        return "gave another model, rows or number of items to {}"
     is_returned = loss is call.loss and _num_changes(loss) == call.num_changes
     if not is_returned or getattr(loss, "_backward_hooks", None):
-        return "returns another loss than"
-    return "changes rows or gradients in addition to" if is_changed else ""
+        return "returned another loss than {}"
+    return "changed rows or gradients besides calling {}" if is_changed else ""
 
 
 def _is_same(got: Inputs, given: dict[str, tuple[Any, int]]) -> bool:

@@ -63,7 +63,7 @@ def labels_of(inputs: Inputs) -> torch.Tensor:
     """Return the labels that weigh the parts. Raises IndivisibleError if there are none."""
     labels = inputs.get("labels")
     if not torch.is_tensor(labels):
-        raise IndivisibleError("it has no `labels` to weight its parts with")
+        raise IndivisibleError("it has no `labels`, so its parts cannot be weighted")
     return labels
 
 
@@ -116,7 +116,7 @@ def _count_answered_rows(inputs: Inputs, _: int) -> float:
         raise IndivisibleError("it has no `start_positions` and `end_positions`")
     starts, ends = (inputs[name] < width_of(inputs) for name in ANSWERS)
     if not torch.equal(starts, ends):
-        raise IndivisibleError("only one end of an answer lies within its row")
+        raise IndivisibleError("an answer has only one of its ends within its row")
     return float(starts.sum())
 
 

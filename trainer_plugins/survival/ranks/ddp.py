@@ -66,7 +66,7 @@ class DDP(Ranks):
             yield from _settings(wrapped)
             yield from _state(wrapped)
         else:
-            yield f"several processes whose model {type(wrapped).__name__} wraps, and not DDP"
+            yield f"{type(wrapped).__name__}, instead of DDP, wraps the model of several processes"
             return
         if not finishes_here():
             yield "a trial showed that this torch's DDP does not finish in pieces: please report it"
@@ -112,7 +112,7 @@ class DDP(Ranks):
         if self._has_begun:
             return ""
         if progress == _Progress.PREPARING:
-            return "it failed where all ranks exchange buffers or build DDP's buckets, only once"
+            return "it failed while DDP exchanged buffers or built its buckets, only once"
         self._is_armed |= has_computed and self._is_synced
         if self._is_armed and has_computed and phase == "backward":
             self._has_begun, self._sent = True, changed
@@ -169,7 +169,7 @@ class DDP(Ranks):
 def _settings(made_with: object) -> Iterator[str]:
     """Yield refusals due to DDP's settings, given its wrapper or its future arguments."""
     if getattr(made_with, "static_graph", False):
-        yield "DDP with static_graph repeats its first backward pass, and those of pieces differ"
+        yield "DDP with static_graph replays its first backward pass, and those of pieces differ"
     if getattr(made_with, "gradient_as_bucket_view", False):
         yield "DDP with gradient_as_bucket_view does not show which gradients are final"
     has_hook = str(getattr(made_with, "comm_hook", "no")) != "no"
@@ -181,7 +181,7 @@ def _state(wrapped: DistributedDataParallel) -> Iterator[str]:
     if wrapped.mixed_precision is not None or wrapped._delay_all_reduce_params:
         yield "DDP's own mixed_precision and delayed all-reduce keep state that an error breaks"
     if wrapped._use_python_reducer:
-        yield "DDP's python reducer (torch._dynamo.config.optimize_ddp) sends those of each piece"
+        yield "DDP's python reducer (torch._dynamo.config.optimize_ddp) sends each piece"
     if wrapped._join_config.enable:
         yield "DDP.join (join_uneven_inputs) counts forward passes, and pieces need more of them"
 

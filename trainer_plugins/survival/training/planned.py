@@ -55,7 +55,8 @@ class PlannedPieces(Recovery):
         num = self._micro.whole.num if self._layout else 0
         if self._ranks.lowest(num) < 2 or self._layout is None:
             raise IndivisibleError(
-                self._why_whole or "it takes two examples on each rank to measure that they add up"
+                self._why_whole
+                or "measuring whether pieces add up takes at least two examples on each rank"
             )
         self._weight(self._layout, self._num_fit())
 

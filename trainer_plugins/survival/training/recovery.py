@@ -77,7 +77,7 @@ class Recovery:
         if self._run.has_exchanged_parameters():
             return (
                 "the model's parameters have changed since training began, so new gradients"
-                " were not watched"
+                " are not tracked"
             )
         return ""
 
