@@ -85,7 +85,7 @@ def test_it_is_never_divided(tmp_path, kind: str) -> None:
     why = (
         "`queue`, a buffer of Towers, changes in each forward pass"
         if kind == "queue"
-        else "its gradient is not the sum of its parts"
+        else "its gradient is not the sum over its parts"
     )
     with pytest.raises((torch.OutOfMemoryError, ValueError), match=why):
         Run(vouched, {0: [150]})

@@ -59,7 +59,7 @@ def make(tmp_path, hook=None, **kwargs):
 @pytest.mark.parametrize("case", LOSSES)
 def test_a_loss_of_ones_own_is_divided_as_it_is_measured(tmp_path, case: str) -> None:
     kwargs, measured = LOSSES[case]
-    with pytest.raises(ValueError, match="vouch_for_loss=True says that it is a sum or a mean"):
+    with pytest.raises(ValueError, match="if it is a sum or a mean over examples"):
         survive_oom(make(tmp_path, **kwargs))
 
     whole, survived = survive(

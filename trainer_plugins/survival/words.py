@@ -83,7 +83,7 @@ class Story:
         return Finding.error(
             code="out-of-memory-refused",
             summary=f"survive_oom could not finish a micro-batch of {self.describe(whole)}",
-            evidence=f"{self._name_failure()}; {why}; {_num_failed(self.failures)}; "
+            evidence=f"{why}; {self._name_failure()}; {_num_failed(self.failures)}; "
             + self.failures[0].first_line,
             remedy=remedy,
         )

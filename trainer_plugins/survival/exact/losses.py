@@ -296,9 +296,7 @@ def _family_of_sentences(trainer: Any) -> Family | NoFamily:
                 "CachedMultipleNegativesRankingLoss with mini_batch_size"
             )
         if not {*loss.parameters()} <= weights:
-            return NoFamily(
-                f"{name} has weights outside the model, and survival does not track their gradients"
-            )
+            return NoFamily(f"{name} has weights outside the model, which survival does not track")
     return replace(_SEEN_ROWS, coupling=Seam(trainer, [trainer.model]))
 
 
