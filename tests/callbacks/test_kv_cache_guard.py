@@ -134,9 +134,7 @@ def test_everything_is_as_it_was_also_when_training_raises(make_trainer, error) 
     assert "generate" not in vars(model)
     assert not model._forward_pre_hooks
     before = frozen_state(model)
-    unguarded = text(
-        model
-    )  # train mode, with dropout: as wrong as it always was without the guard
+    unguarded = text(model)  # train mode, with dropout: as wrong as it always was without the guard
     assert frozen_state(model) == before
     assert model.training
     assert unguarded != failing.inside == text(copy.deepcopy(model).eval())

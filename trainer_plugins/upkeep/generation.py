@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from trainer_plugins.upkeep.frames import is_running
+from trainer_plugins.upkeep.stack import is_running
 from trainer_plugins.wrapped import base_model
 
 # Surrounds a `generate`; receives the model, its arguments, and keywords to change.
