@@ -142,6 +142,25 @@ def test_the_fast_tier_reaches_every_room() -> None:
     assert {room for room in arrows if not room.startswith("_")} <= reached
 
 
+def test_a_callback_brings_only_what_it_uses_at_once() -> None:
+    """Importing the package costs little beside transformers: the rest comes when it is needed."""
+    code = """
+import sys
+from transformers import Trainer
+before = set(sys.modules)
+from trainer_plugins import CudaCacheCallback, EvalGenerateCleanup, KVCacheGuard, MemoryWatchdog
+print(*sorted(set(sys.modules) - before))
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    names = done.stdout.split()
+    strangers = {name.partition(".")[0] for name in names} - {*sys.stdlib_module_names}
+    assert strangers <= {"trainer_plugins", "psutil", "pynvml"}
+    late = {"launch", "accumulation", "streaming", "survival", *_BEHIND_THE_DOOR}
+    files = {"callbacks.oom_reporter", "record.oom_record", "record.webhook", "upkeep.holders"}
+    assert not {name.split(".")[1] for name in names if name.startswith("trainer_plugins.")} & late
+    assert not {f"trainer_plugins.{name}" for name in files} & {*names}
+
+
 @pytest.mark.parametrize(
     "module",
     [

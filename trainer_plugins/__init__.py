@@ -50,19 +50,21 @@ _HOMES = {
 __all__ = list(_HOMES)
 
 if TYPE_CHECKING:  # the same names, for type checkers
-    from trainer_plugins.callbacks import CudaCacheCallback as CudaCacheCallback
-    from trainer_plugins.callbacks import EvalGenerateCleanup as EvalGenerateCleanup
-    from trainer_plugins.callbacks import EvaluationGuard as EvaluationGuard
-    from trainer_plugins.callbacks import Headroom as Headroom
-    from trainer_plugins.callbacks import KVCacheGuard as KVCacheGuard
-    from trainer_plugins.callbacks import MemoryWatchdog as MemoryWatchdog
-    from trainer_plugins.callbacks import OOMReporter as OOMReporter
-    from trainer_plugins.callbacks import Preflight as Preflight
-    from trainer_plugins.callbacks import PreflightError as PreflightError
-    from trainer_plugins.callbacks import ReleaseEarlierRuns as ReleaseEarlierRuns
-    from trainer_plugins.callbacks import ResumeGuard as ResumeGuard
-    from trainer_plugins.callbacks import StrategyInForce as StrategyInForce
-    from trainer_plugins.callbacks import StreamBase as StreamBase
+    from trainer_plugins.callbacks.cuda_cache import CudaCacheCallback as CudaCacheCallback
+    from trainer_plugins.callbacks.eval_cleanup import EvalGenerateCleanup as EvalGenerateCleanup
+    from trainer_plugins.callbacks.evaluation_guard import EvaluationGuard as EvaluationGuard
+    from trainer_plugins.callbacks.headroom import Headroom as Headroom
+    from trainer_plugins.callbacks.kv_cache_guard import KVCacheGuard as KVCacheGuard
+    from trainer_plugins.callbacks.memory_watchdog import MemoryWatchdog as MemoryWatchdog
+    from trainer_plugins.callbacks.oom_reporter import OOMReporter as OOMReporter
+    from trainer_plugins.callbacks.preflight import Preflight as Preflight
+    from trainer_plugins.callbacks.preflight import PreflightError as PreflightError
+    from trainer_plugins.callbacks.release_earlier_runs import (
+        ReleaseEarlierRuns as ReleaseEarlierRuns,
+    )
+    from trainer_plugins.callbacks.resume_guard import ResumeGuard as ResumeGuard
+    from trainer_plugins.callbacks.strategy_in_force import StrategyInForce as StrategyInForce
+    from trainer_plugins.callbacks.stream_base import StreamBase as StreamBase
     from trainer_plugins.drycuda.predict import plan_run as plan_run
     from trainer_plugins.finding import Finding as Finding
     from trainer_plugins.oom import classify as classify

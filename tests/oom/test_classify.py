@@ -119,9 +119,8 @@ def test_the_corpus_is_large_and_without_repetition() -> None:
 @pytest.mark.parametrize("number", range(len(RULES.RULES)))
 def test_each_rule_is_needed(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with_it = everything_found()
-    monkeypatch.setattr(
-        RULES, "_COMPILED", RULES._COMPILED[:number] + RULES._COMPILED[number + 1 :]
-    )
+    rules = RULES._compile_rules()
+    monkeypatch.setattr(RULES, "_compile_rules", lambda: rules[:number] + rules[number + 1 :])
 
     assert everything_found() != with_it
 

@@ -6,7 +6,13 @@ import random
 import pytest
 import torch
 
-from trainer_plugins.allocator.model import AllocatorFull, AllocatorModel, AllocatorRules, Block
+from trainer_plugins.allocator.model import (
+    AllocatorFull,
+    AllocatorModel,
+    AllocatorRules,
+    Block,
+    first_of_a_size,
+)
 from trainer_plugins.units import GIB, MIB
 
 EXPANDABLE = AllocatorRules(expandable_segments=True)
@@ -144,3 +150,21 @@ def test_each_stream_has_pools_of_its_own():
     model.free(model.malloc(50 * MIB, stream=0))
     model.malloc(50 * MIB, stream=1)
     assert model.reserved_bytes == 100 * MIB
+
+
+@pytest.mark.parametrize(
+    ("torch", "taken"),
+    [("2.11.0", "new"), ("2.12.1", "new"), ("2.13.0", "old"), ("2.14.0+cu130", "old")],
+)
+def test_versions_take_another_of_equal_free_blocks(torch: str, taken: str) -> None:
+    """As the addresses of dry runs show, with these versions' own code."""
+    model = AllocatorModel(rules=AllocatorRules(first_of_a_size=first_of_a_size(torch)))
+    old, new = model.malloc(40 * MIB), model.malloc(40 * MIB)
+    old_at, new_at = old.address, new.address
+    assert new_at < old_at
+    model.free(old)
+    first, second = model.malloc(20 * MIB), model.malloc(20 * MIB)  # cut from the old one
+    model.free(second)
+    model.free(first)  # it absorbs the second, and is younger than the new segment
+    model.free(new)
+    assert model.malloc(40 * MIB).address == {"old": old_at, "new": new_at}[taken]

@@ -1,12 +1,9 @@
-"""Places blocks at the addresses seen in traces of real cards (docs/internals/measurements.md)."""
+"""The blocks of AllocatorModel, their pools and addresses."""
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass
 from typing import Protocol
 
-from trainer_plugins.units import MIB
-
-_CHUNK_BYTES = 32 * MIB
 _TOP = 0x7F00_0000_0000
 
 
@@ -20,89 +17,18 @@ class Addresses(Protocol):
         """Record the release of a segment."""
 
 
-class ChunkedAddresses:
-    """Places segments as the CUDA driver does on Linux: in chunks of 32 MiB or a multiple.
-
-    A segment goes into the newest chunk with room, at the lowest free address. Otherwise it gets a
-    new chunk: in the highest released range that is large enough, or else right below all others.
-    """
+class FallingAddresses:
+    """Places each new segment below all others, as the CUDA driver often does on Linux."""
 
     def __init__(self) -> None:
-        self._chunks: list[_Chunk] = []  # oldest first
-        self._chunk_at: dict[int, _Chunk] = {}  # by the address of the segment
-        self._gaps: list[tuple[int, int]] = []  # released ranges: low and high address
-        self._end = _TOP  # the address space below was never used
+        self._end = _TOP
 
     def take(self, num_bytes: int) -> int:
-        for chunk in reversed(self._chunks):
-            address = chunk.room_for(num_bytes)
-            if address is not None:
-                break
-        else:
-            chunk = self._new_chunk(-(-num_bytes // _CHUNK_BYTES) * _CHUNK_BYTES)
-            address = chunk.base
-        self._put(chunk, address, num_bytes)
-        return address
+        self._end -= num_bytes
+        return self._end
 
     def give_back(self, address: int, num_bytes: int) -> None:
-        """Release a segment, and its chunk if that is now empty."""
-        chunk = self._chunk_at.pop(address)
-        chunk.segments.remove((address, num_bytes))
-        chunk.free_bytes += num_bytes
-        if chunk.segments:
-            return
-        self._chunks.remove(chunk)
-        low, high = chunk.base, chunk.end
-        for gap in [gap for gap in self._gaps if low == gap[1] or gap[0] == high]:
-            self._gaps.remove(gap)
-            low, high = min(low, gap[0]), max(high, gap[1])
-        if low == self._end:  # at the bottom: treat as never used
-            self._end = high
-        else:
-            self._gaps.append((low, high))
-
-    def _put(self, chunk: "_Chunk", address: int, num_bytes: int) -> None:
-        insort(chunk.segments, (address, num_bytes))
-        chunk.free_bytes -= num_bytes
-        self._chunk_at[address] = chunk
-
-    def _new_chunk(self, num_bytes: int) -> "_Chunk":
-        fitting = [gap for gap in self._gaps if gap[1] - gap[0] >= num_bytes]
-        if fitting:
-            low, high = max(fitting)
-            base = high - num_bytes
-            self._gaps.remove((low, high))
-            if low < base:
-                self._gaps.append((low, base))
-        else:
-            base = self._end = self._end - num_bytes
-        chunk = _Chunk(base, num_bytes)
-        self._chunks.append(chunk)
-        return chunk
-
-
-class _Chunk:
-    """A range of address space with its segments, sorted by address."""
-
-    def __init__(self, base: int, num_bytes: int) -> None:
-        self.base = base
-        self.num_bytes = self.free_bytes = num_bytes
-        self.segments: list[tuple[int, int]] = []
-
-    @property
-    def end(self) -> int:
-        return self.base + self.num_bytes
-
-    def room_for(self, num_bytes: int) -> int | None:
-        """Return the lowest address with enough room; None if there is none."""
-        if self.free_bytes < num_bytes:
-            return None
-        position = self.base
-        for address, size in self.segments:
-            if address - position >= num_bytes:
-                return position
-            position = address + size
-        return position if self.end - position >= num_bytes else None
+        """Ignore the release: addresses abound."""
 
 
 @dataclass(eq=False, slots=True)

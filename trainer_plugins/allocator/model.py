@@ -12,7 +12,7 @@ from typing import Literal, get_args
 from trainer_plugins.allocator.addresses import (
     Addresses,
     Block,
-    ChunkedAddresses,
+    FallingAddresses,
     Pool,
     drop,
     insert_behind,
@@ -59,7 +59,7 @@ class AllocatorModel:
         addresses: Addresses | None = None,
     ) -> None:
         self.rules = rules if rules is not None else AllocatorRules()
-        self._addresses = ChunkedAddresses() if addresses is None else addresses
+        self._addresses = FallingAddresses() if addresses is None else addresses
         self.capacity_bytes = capacity_bytes if capacity_bytes is not None else UNLIMITED
         self.allocated_bytes = self.reserved_bytes = 0
         self.peak_allocated_bytes = self.peak_reserved_bytes = 0

@@ -17,9 +17,8 @@ from trainer_plugins.devices import Device, open_device
 from trainer_plugins.finding import Finding
 from trainer_plugins.hf_trainer import HfArguments, HfState, HfTrainer
 from trainer_plugins.record.timeline import Remark, Timeline, timeline_of_run
-from trainer_plugins.record.webhook import webhook_of_run
 from trainer_plugins.upkeep.agreement import StepEndVote
-from trainer_plugins.upkeep.frames import frames_above
+from trainer_plugins.upkeep.stack import frames_above
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +102,8 @@ class RunCallback(TrainerCallback):
         if self._timeline is None:
             self._timeline = timeline_of_run(args.output_dir, args.process_index)
         if self._timeline.listener is None:
+            from trainer_plugins.record.webhook import webhook_of_run  # slow to import
+
             self._timeline.listener = webhook_of_run(args.output_dir, args.process_index)
         return self._timeline
 

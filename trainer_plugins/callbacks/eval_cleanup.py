@@ -11,7 +11,6 @@ from trainer_plugins.callbacks._run import Event, model_of
 from trainer_plugins.hf_trainer import HfArguments, HfState
 from trainer_plugins.upkeep.agreement import StepEndVote, has_peers
 from trainer_plugins.upkeep.generation import drop_leftovers, guard_generate, inside_training
-from trainer_plugins.upkeep.holders import leftover
 from trainer_plugins.upkeep.release import AgreedRelease
 
 logger = logging.getLogger(__name__)
@@ -97,6 +96,8 @@ class EvalGenerateCleanup(EvaluationCallback):
         if self._release is None:
             return
         with self.harmless():
+            from trainer_plugins.upkeep.holders import leftover  # slow to import
+
             model = model_of(event)
             self._drop(state, moment, model)
             before, self._allocated_before = self._allocated_before, None

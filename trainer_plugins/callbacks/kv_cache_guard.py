@@ -19,11 +19,11 @@ from trainer_plugins.wrapped import base_model
 class KVCacheGuard(RunCallback):
     """Makes `generate` inside training return correct text, and use its key-value cache.
 
-    On a model in train mode with gradient checkpointing, `generate` silently returns wrong text.
-    Inside training the guard therefore runs it in eval mode, without checkpointing, and with
-    `use_cache=True` unless you pass something else. Afterwards each module is restored exactly,
-    even if `generate` raises. `model.config` stays untouched. If training raises, anything left on
-    the model has no effect.
+    On a model in train mode, `generate` silently returns wrong text: of dropout, and, before
+    transformers 5.24, of gradient checkpointing. Inside training the guard runs it in eval mode,
+    without checkpointing, and with `use_cache=True` unless you pass something else. Afterwards each
+    module is restored exactly, even if `generate` raises. `model.config` stays untouched. If
+    training raises, anything left on the model has no effect.
 
     With gradient checkpointing, training forwards get `use_cache=False`: a cache would keep the
     keys and values of each layer, which checkpointing recomputes. transformers 5 builds none then,

@@ -18,7 +18,6 @@ from trainer_plugins.record.metrics import PrometheusFile
 from trainer_plugins.record.timeline import Timeline, timeline_of_run
 from trainer_plugins.upkeep.agreement import StepEndVote
 from trainer_plugins.upkeep.generation import guard_generate, inside_training
-from trainer_plugins.upkeep.growth import GrowthTeller
 from trainer_plugins.watch.memory_watch import GenerationPeaks, MemoryWatch
 from trainer_plugins.watch.pressure import Budget
 
@@ -85,6 +84,8 @@ class MemoryWatchdog(EvaluationCallback):
         self._look(args, state, "begin")
         if self._watch is not None:
             with self.harmless():
+                from trainer_plugins.upkeep.growth import GrowthTeller  # slow to import
+
                 model = model_of(event)
                 kind = self._watch.device.name.partition(":")[0]
                 dataset = getattr(event.get("train_dataloader"), "dataset", None)

@@ -34,7 +34,6 @@ from trainer_plugins.record.folder import folder_of_run, output_dir_of, read_one
 from trainer_plugins.record.oom_record import OomRecord
 from trainer_plugins.record.run_facts import RunFacts
 from trainer_plugins.record.timeline import Failure, Sample, Timeline
-from trainer_plugins.upkeep.frames import find_last_errors, frames_above
 from trainer_plugins.upkeep.peers import watch_peers
 from trainer_plugins.upkeep.post_mortem import (
     Scene,
@@ -44,6 +43,7 @@ from trainer_plugins.upkeep.post_mortem import (
     record_history,
     record_oom,
 )
+from trainer_plugins.upkeep.stack import find_last_errors, frames_above
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from trainer_plugins.callbacks._run import (
     wrap_once,
 )
 from trainer_plugins.hf_trainer import HfArguments, HfState, HfTrainer
-from trainer_plugins.upkeep.frames import code_of
 from trainer_plugins.upkeep.released import released
+from trainer_plugins.upkeep.stack import code_of
 
 logger = logging.getLogger(__name__)
 

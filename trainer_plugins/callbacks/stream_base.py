@@ -12,7 +12,7 @@ from trainer_plugins.oom import classify
 from trainer_plugins.streaming.attach import main_memory_lacks, refusals, report_begin
 from trainer_plugins.streaming.stream import Stream, stream_of
 from trainer_plugins.upkeep.agreement import any_rank
-from trainer_plugins.upkeep.frames import frames_above
+from trainer_plugins.upkeep.stack import frames_above
 
 logger = logging.getLogger(__name__)
 

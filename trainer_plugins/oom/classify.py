@@ -4,6 +4,7 @@ import re
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 
 from trainer_plugins.oom.rules import LOST_CONTEXT, PINS, RULES, Rule, Source
 from trainer_plugins.units import GIB, KIB, size
@@ -42,7 +43,10 @@ class OutOfMemory:
         return not self.fatal
 
 
-_COMPILED = tuple((rule, re.compile(rule.pattern, re.MULTILINE)) for rule in RULES)
+@cache
+def _compile_rules() -> tuple[tuple[Rule, re.Pattern[str]], ...]:
+    return tuple((rule, re.compile(rule.pattern, re.MULTILINE)) for rule in RULES)
+
 
 # After these, every call on the device fails until a restart. They are not OOMs but may follow one.
 _STICKY = re.compile(
@@ -136,7 +140,7 @@ def classify(error: BaseException | str) -> OutOfMemory | None:
 
 def classify_anywhere(line: str) -> OutOfMemory | None:
     """Classify a line whatever precedes the words, such as a sentence that someone wrote."""
-    starts = [match.start() for _, pattern in _COMPILED if (match := pattern.search(line))]
+    starts = [match.start() for _, pattern in _compile_rules() if (match := pattern.search(line))]
     return _read(line[min(starts) :], [line]) if starts else None
 
 
@@ -184,7 +188,7 @@ def _read(text: str, all_texts: list[str]) -> OutOfMemory | None:
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     matches = [
         (rule, match)
-        for rule, pattern in _COMPILED
+        for rule, pattern in _compile_rules()
         if (match := _first(rule, pattern, text)) is not None
     ]
     if not matches:

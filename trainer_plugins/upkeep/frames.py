@@ -1,48 +1,17 @@
-"""Reads frames: those above a call, for callbacks, and those of a traceback, for a record."""
+"""Reads the frames of a traceback: the moment of a run, its batch, and lines for a record."""
 
-import inspect
 import os
 import re
-import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from traceback import extract_tb, walk_tb
-from types import CodeType, FrameType, TracebackType
+from types import FrameType, TracebackType
 
 import torch
 
 from trainer_plugins.launch.masked import mask_text
 from trainer_plugins.record.oom_record import Frame, Moment, Part, Shape
-
-
-def frames_above() -> Iterator[FrameType]:
-    """Yield the frames that called the iterating function, nearest first."""
-    # Check a frame's code before its variables: reading `f_locals` keeps the variables alive.
-    frame = sys._getframe(1).f_back
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def code_of(function: Callable[..., object]) -> CodeType | None:
-    """Return the code of a function without its wrappers."""
-    return getattr(inspect.unwrap(function), "__code__", None)
-
-
-def is_running(function: Callable[..., object]) -> bool:
-    """Return whether this thread's stack has a call of this function; about 2 microseconds."""
-    code = code_of(function)
-    return any(frame.f_code is code for frame in frames_above())
-
-
-def find_last_errors() -> Iterator[BaseException]:
-    """Yield the last error that the interpreter showed, and its causes."""
-    error: BaseException | None = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _MOST_FRAMES = 80
@@ -108,15 +77,6 @@ def public_path(path: str) -> str:
         return path[len(library) :]
     here = os.getcwd() + os.sep
     return path[len(here) :] if path.startswith(here) else os.path.basename(path)
-
-
-def is_of_project(code: object) -> bool:
-    """Return whether a class or function belongs neither to an installed package nor to Python."""
-    name = getattr(code, "__module__", None) or "builtins"
-    file = getattr(sys.modules.get(name), "__file__", None) or ""
-    is_installed = "site-packages" in file or "dist-packages" in file
-    root = name.partition(".")[0]
-    return not is_installed and root not in {*sys.stdlib_module_names, "trainer_plugins"}
 
 
 def find_moment(frames: list[FrameType], trainer_class: type | None) -> tuple[Moment, Part]:

@@ -1,6 +1,7 @@
 """Prepares a model in training for `generate`, and drops its leftovers."""
-# In train mode with gradient checkpointing `generate` silently returns wrong text: layers drop
-# `past_key_values`, but get one token at a time (transformers #36051, `modeling_layers.py`).
+# In train mode with gradient checkpointing `generate` silently returned wrong text before
+# transformers 5.24: layers drop `past_key_values`, but get one token at a time (transformers
+# #36051, `modeling_layers.py`). Dropout still makes it random there.
 
 import gc
 import inspect
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from trainer_plugins.upkeep.frames import is_running
+from trainer_plugins.upkeep.stack import is_running
 from trainer_plugins.wrapped import base_model
 
 # Surrounds a `generate`; receives the model, its arguments, and keywords to change.
@@ -151,8 +152,10 @@ def _find_checkpointed(model: nn.Module) -> Iterator[Any]:
 def _drop_cache(
     module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> tuple[tuple[object, ...], dict[str, object]] | None:
-    if torch.compiler.is_compiling() or not module.training or not inside_training():
+    if torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()):
         return None  # compiled code cannot inspect the stack, and is not worth a graph break
+    if not inside_training():
+        return None
     is_checkpointed = next(_find_checkpointed(module), None) is not None
     return (args, {**kwargs, "use_cache": False}) if is_checkpointed else None
 

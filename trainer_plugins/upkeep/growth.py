@@ -17,8 +17,9 @@ from transformers import Trainer
 
 from trainer_plugins.finding import Finding
 from trainer_plugins.launch.facts import try_read
-from trainer_plugins.upkeep.frames import batch_of, drop_variables, frames_above
+from trainer_plugins.upkeep.frames import batch_of, drop_variables
 from trainer_plugins.upkeep.holders import list_owned, list_tracked, storage_of, users_holder
+from trainer_plugins.upkeep.stack import frames_above
 from trainer_plugins.watch.leak import LOOKS_TO_NAME
 
 _MOST_TRIED = 6  # most objects whose holders to find: each link of a chain walks over all objects

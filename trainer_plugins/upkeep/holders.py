@@ -17,7 +17,7 @@ from trainer_plugins.launch.masked import mask_text
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.record.oom_record import Alive, Held, LiveModel
 from trainer_plugins.units import size
-from trainer_plugins.upkeep.frames import is_of_project
+from trainer_plugins.upkeep.stack import is_of_project
 from trainer_plugins.wrapped import local_tensor
 
 T = TypeVar("T")

@@ -13,8 +13,8 @@ from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.record.oom_record import Held
 from trainer_plugins.streaming.stream import stream_of
 from trainer_plugins.units import size
-from trainer_plugins.upkeep.frames import code_of, find_last_errors
 from trainer_plugins.upkeep.holders import GROWTH_FRACTION, list_held
+from trainer_plugins.upkeep.stack import code_of, find_last_errors
 
 
 def released(trainer: HfTrainer) -> "Released":

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from trainer_plugins.survival.attempt.users_code import is_users_object, names_in
-from trainer_plugins.upkeep.frames import is_of_project
+from trainer_plugins.upkeep.stack import is_of_project
 
 _MOST_ITEMS = 1000  # longer collections hold rows: we compare them but do not descend
 _MOST_KEPT = 100_000  # even longer ones are data
