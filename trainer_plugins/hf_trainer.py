@@ -28,6 +28,7 @@ class HfArguments(Protocol):
     eval_on_start: bool
     fsdp: object
     gradient_accumulation_steps: int
+    include_for_metrics: list[str]
     local_process_index: int
     n_gpu: int
     optim: object

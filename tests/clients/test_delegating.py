@@ -226,5 +226,5 @@ def test_what_never_calls_another_is_refused_at_once(tmp_path) -> None:
         survive_oom(small_trainer(tmp_path, trainer_class=Own))
     trainer = small_trainer(tmp_path)
     trainer.compute_loss = lambda *args, **kwargs: Trainer.compute_loss(trainer, *args, **kwargs)
-    with pytest.raises(ValueError, match="something has replaced trainer.compute_loss"):
+    with pytest.raises(ValueError, match=r"something has replaced trainer\.compute_loss"):
         survive_oom(trainer)

@@ -59,7 +59,7 @@ def test_a_copied_trainer_survives_as_well(tmp_path) -> None:
 def test_as_a_context_manager(tmp_path) -> None:
     trainer = small_trainer(tmp_path)
     with survive_oom(trainer):
-        with pytest.raises(ValueError, match="something has replaced trainer.compute_loss"):
+        with pytest.raises(ValueError, match=r"something has replaced trainer\.compute_loss"):
             survive_oom(trainer)
         trainer.train()
 
