@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperCommand
 from typer.testing import CliRunner
 
+from tests import commands
 from tests.test_timeline import ENTRIES
 from trainer_plugins import __version__
 from trainer_plugins.cli import app
@@ -115,25 +116,9 @@ def test_the_commands_stand_in_the_order_of_a_run() -> None:
     assert places == sorted(places)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "check",
-        "plan",
-        "env",
-        "exec",
-        "top",
-        "report",
-        "explain",
-        "configs-list",
-        "configs-show",
-        "configs-path",
-        "configs-copy",
-        "configs-check",
-    ],
-)
+@pytest.mark.parametrize("name", re.findall("^## (.+)", commands.PAGE.read_text(), re.MULTILINE))
 def test_each_help_has_an_example_that_the_command_line_takes(name: str) -> None:
-    words = name.split("-")
+    words = name.split()
     text = " ".join(shown(*words, "-h").split())
     assert f"Usage: root {' '.join(words)}" in text
     assert f"trainer-plugins {' '.join(words)}" in text.split("Usage: ")[1].split("╭")[0][30:]

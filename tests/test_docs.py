@@ -12,13 +12,15 @@ from transformers import TrainingArguments
 from trl import DPOConfig, GRPOConfig, SFTConfig
 
 import trainer_plugins
+from tests import commands
 from trainer_plugins.cli import app
 from trainer_plugins.cli.spelled import _SAME
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [*sorted(DOCS.rglob("*.md")), *sorted(ROOT.glob("*.md")), ROOT / "examples" / "README.md"]
-LONG = {"findings.md", "faq.md"}  # an entry for each code, and for each question
+LONG = {"findings.md", "faq.md", "commands.md"}
+"""They have an entry for each code, question or flag, which a reader looks up; a program writes the last."""
 
 
 def prose(page: Path) -> str:
@@ -99,6 +101,10 @@ def test_every_command_and_flag_of_the_pages_exists() -> None:
             if name == "?" or (name != "exec" and flags - known[name] - {"--"}):
                 wrong.append(f"{page.name}: trainer-plugins {said}")
     assert wrong == []
+
+
+def test_the_page_of_commands_is_their_help() -> None:
+    assert commands.PAGE.read_text() == commands.page(), "python -m tests.commands writes it"
 
 
 def test_the_reference_has_the_first_sentence_of_each_public_name() -> None:

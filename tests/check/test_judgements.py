@@ -197,7 +197,7 @@ CHANGED = [
         Severity.ERROR,
     ),
     (
-        replace(HEALTHY, plan=plan(9 * GIB, host_shortage="it needs 248 GiB of main memory")),
+        replace(HEALTHY, plan=plan(9 * GIB, host_shortage="each machine needs 248 GiB")),
         "plan-host-memory",
         Severity.ERROR,
     ),

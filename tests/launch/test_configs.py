@@ -282,6 +282,6 @@ def test_accelerate_launch_from_another_directory(
 
 
 def test_a_misspelt_path_makes_no_folders(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="No such file or directory"):
+    with pytest.raises(ValueError, match="No such file or directory"):
         configs.copy("zero3", tmp_path / "no" / "such")
     assert not list(tmp_path.iterdir())

@@ -145,7 +145,7 @@ def test_main_memory_has_a_verdict_of_its_own(tmp_path: Path):
     assert verdict(found).startswith("Does not fit in main memory. It fits on t4 (14.56 GiB): ")
     assert (found.fits, found.fits_card) == (False, True)
     assert found.host_shortage is not None
-    assert "of main memory on a machine, which has 2.0 MiB" in found.host_shortage
+    assert "of main memory, but has 2.0 MiB" in found.host_shortage
     assert found.host_bytes_per_node > found.host_process_bytes_per_node > 500 * MIB
     # save_on_cpu pins each layer's input, in a block of a power of two
     assert found.host_pinned_bytes_per_node > 0

@@ -122,7 +122,7 @@ def test_main_memory_that_is_short_is_said_and_the_card_judged_by_itself() -> No
     plan = predict_one(replace(asked, host=HostLimits(total_bytes=300 * MIB)))
     assert (plan.fits, plan.fits_card) == (False, True)
     assert plan.host_shortage is not None
-    assert "of main memory on a machine, which has 300.0 MiB" in plan.host_shortage
+    assert "of main memory, but has 300.0 MiB" in plan.host_shortage
 
 
 @pytest.mark.all

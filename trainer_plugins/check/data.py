@@ -69,8 +69,7 @@ def _outlier(ordered: Sequence[int], data: DataFacts) -> Finding | None:
         return None
     return Finding.warning(
         code="length-outliers",
-        summary=f"the longest row has {longest:,} tokens, 99% have {usual:,} or fewer: few rows"
-        " decide the peak",
+        summary=f"few rows decide the peak: one has {longest:,} tokens, 99% at most {usual:,}",
         evidence=f"{num:,} rows of {data.num_rows or num:,} sampled",
         remedy="Cut or drop long rows (max_length), or survive_oom, which starts with the longest",
         amount=longest / usual,

@@ -179,9 +179,10 @@ def _strays(facts: Facts) -> Iterator[Finding]:
     if not strays:
         return
     least, card = next(iter(strays.values()))
+    who = "a rank holds" if len(strays) == 1 else f"{len(strays)} ranks hold"
     yield Finding.warning(
         code="stray-context",
-        summary=f"{len(strays)} process(es) hold a second context, on {card.name or card.uuid}",
+        summary=f"{who} a second CUDA context, on {card.name or card.uuid}",
         evidence=f"pids {', '.join(map(str, strays))}, {size(least)} or more each (pytorch#23138)",
         remedy=f"{advice.OWN_CARD_FIRST.flag(Door.CODE)}; and load with"
         f" {advice.LOAD_INTO_MAIN_MEMORY.flag(Door.CODE)}",

@@ -47,9 +47,9 @@ def judge_shared(facts: Facts) -> CheckLine | None:
     finding = Finding(
         code="shared-memory-small",
         severity=severity_of(need, free),
-        summary=f"dataloader workers need {size(need)} of /dev/shm, but {size(free)} is free: they"
-        " would die with a bus error",
-        evidence=f"{ranks} rank(s) x {workers} workers x {prefetch} batches of {size(batch)}",
+        summary=f"dataloader workers need {size(need)} of /dev/shm, but {size(free)} is free",
+        evidence=f"{ranks} rank(s) x {workers} workers x {prefetch} batches of {size(batch)}; a"
+        " worker that finds it full dies with a bus error",
         remedy=f"{larger}, or {advice.FEWER_WORKERS.flag(Door.TRAINER, workers=0)}",
         amount=float(need),
     )
@@ -103,8 +103,9 @@ def wsl(facts: Facts) -> CheckLine | None:
     finding = Finding(
         code="windows-limits",
         severity=Severity.WARNING if pins or _offload(facts) else Severity.INFO,
-        summary="Windows spills a full card into main memory, very slowly; WSL can pin little",
-        evidence=f"{'WSL' if machine.is_wsl else 'Windows'} (microsoft/WSL#11050, unsloth#338)",
+        summary="Windows moves data of a full GPU to main memory, which is very slow",
+        evidence=f"{'WSL, which pins little' if machine.is_wsl else 'Windows'}"
+        " (microsoft/WSL#11050, unsloth#338)",
         remedy=f"{_NO_SPILL_IN_WSL if machine.is_wsl else _NO_SPILL};"
         f" {advice.NO_PINNED_BATCHES.flag(Door.TRAINER)}",
     )

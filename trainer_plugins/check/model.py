@@ -211,9 +211,9 @@ def states(facts: Facts) -> CheckLine | None:
         return CheckLine("optimizer", seen, tuple(_find_strays(model)))
     finding = Finding.error(
         code="states-too-large",
-        summary=f"gradients and optimizer states need {size(need)}, but {size(free)} is free: the"
+        summary=f"gradients and optimizer states need {size(need)}, but {size(free)} is free",
+        evidence=f"{size(trainable)} of trainable weights x {1 + times:.0f}, {model.optimizer}; the"
         " first step fails at any batch size",
-        evidence=f"{size(trainable)} of trainable weights x {1 + times:.0f}, {model.optimizer}",
         remedy=f"Train adapters, {advice.EIGHT_BIT_ADAMW.flag(Door.TRAINER)}, or several cards with"
         " ZeRO-3 or FSDP",
         amount=float(need),
@@ -230,20 +230,20 @@ def gradients(facts: Facts) -> CheckLine | None:
     if not keeps_whole_gradients(facts.run.values):
         return CheckLine("gradients", "divided among the cards")
     trainable = sum(model.trainable_bytes.values())
-    need, seen = trainable * strategy.world_size, "whole between the micro-batches of a step"
+    need = trainable * strategy.world_size
     if need < MUCH * free:
-        return CheckLine("gradients", seen)
+        return CheckLine("gradients", "whole between the micro-batches of a step")
     change = advice.REDUCED_EACH_TIME
     finding = Finding(
         code="fsdp-whole-gradients",
         severity=severity_of(need, free),
-        summary=f"gradients are {seen}: {size(need)} on each card, but {size(free)} is free",
-        evidence=f"{facts.run.values['gradient_accumulation_steps']} micro-batches a step, which"
-        " accelerate accumulates under FSDP's no_sync",
+        summary=f"whole gradients need {size(need)} on each card, but {size(free)} is free",
+        evidence="under FSDP's no_sync, accelerate keeps them whole between the"
+        f" {facts.run.values['gradient_accumulation_steps']} micro-batches of a step",
         remedy=f"{change.flag(Door.TRAINER)}: {change.price}",
         amount=float(need),
     )
-    return CheckLine("gradients", seen, (finding,))
+    return CheckLine("gradients", "", (finding,))
 
 
 CHECKS: tuple[Check, ...] = (

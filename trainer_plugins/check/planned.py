@@ -18,7 +18,7 @@ def card(facts: Facts) -> CheckLine | None:
         finding = Finding(
             code="plan-not-made",
             severity=Severity.INFO,
-            summary="the memory need of this run could not be predicted",
+            summary="the memory that this run needs could not be predicted",
             evidence=facts.no_plan,
             remedy="Try `trainer-plugins plan` with other flags; all other checks ran",
         )
@@ -37,7 +37,7 @@ def main_memory(facts: Facts) -> CheckLine | None:
         return CheckLine("main memory", seen)
     finding = Finding.error(
         code="plan-host-memory",
-        summary=f"the run does not fit in main memory: {plan.host_shortage}",
+        summary=f"the run does not fit: {plan.host_shortage}",
         evidence=f"{size(plan.host_ram_bytes_per_node)} of tensors, of which"
         f" {size(plan.host_pinned_bytes_per_node)} are pinned, and"
         f" {size(plan.host_process_bytes_per_node)} for Python and its libraries",
@@ -113,7 +113,7 @@ def _suggest_streaming(plan: MemoryPlan, streamed: MemoryPlan | None) -> Finding
     return Finding(
         code="streaming-would-fit",
         severity=Severity.INFO,
-        summary=f"with its frozen base streamed, the run fits: {_numbers(streamed)}",
+        summary=f"the run fits if you stream its frozen base: {_numbers(streamed)}",
         evidence=f"{size(base.num_bytes)} stay in main memory, {base.resident_layers} of"
         f" {base.num_layers} layers are on the card; "
         + describe_least_seconds(base.copy_seconds_per_step),
@@ -133,7 +133,7 @@ def _adapters(plan: MemoryPlan) -> Finding | None:
         return None
     return Finding.warning(
         code="adapters-save-little",
-        summary=f"adapters do not reduce activations and logits: {percent(part)} of the peak",
+        summary=f"adapters do not reduce activations and logits, {percent(part)} of the peak",
         evidence=f"{size(taken)} of {size(plan.allocated_peak_bytes)} (peft#1514)",
         remedy=f"{advice.CHECKPOINTING.flag(Door.TRAINER)}, or fewer rows or tokens",
         amount=part,

@@ -35,9 +35,9 @@ def check(
     answer: AnswerOptions,
     as_json: AsJson = False,
 ) -> None:
-    """Check this machine, and with --model a run, before it is launched.
+    """Check this machine, and with --model a run, before you launch it.
 
-    All other options of `trainer-plugins plan` that describe a run may follow, and all flags of
+    You can add all options of `trainer-plugins plan` that describe a run, and all flags of
     TrainingArguments. Without --model it takes a second, and imports no torch.
 
     Example: trainer-plugins check --model config.json --gpu 24GiB --bf16
@@ -46,7 +46,7 @@ def check(
 
     Example: trainer-plugins check --gpu 24GiB -- accelerate launch train.py --bf16
 
-    Exit codes: 0 nothing was found, 1 warnings, 3 errors that will end the run, 2 bad input.
+    Exit codes: 0 no findings, 1 warnings, 3 errors that will end the run, 2 bad input.
     """
     with refuse_bad_input("check", ConfigError, PlanError, OSError):
         for name, value in asdict(answer).items():

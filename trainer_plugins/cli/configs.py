@@ -15,16 +15,6 @@ from trainer_plugins.cli.as_json import plain
 from trainer_plugins.cli.typed_options import AsJson, refuse_bad_input
 from trainer_plugins.finding import Severity
 from trainer_plugins.launch import configs
-from trainer_plugins.launch.extensions import (
-    build_extension,
-    find_needed_by,
-    lock_findings,
-    read_locks,
-)
-from trainer_plugins.launch.lint.document import read_document
-from trainer_plugins.launch.lint.judge import judge_document
-from trainer_plugins.launch.lint.training import training_arguments
-from trainer_plugins.launch.main_memory import HostLimits
 from trainer_plugins.planner.options import PINNED_MEMORY_HELP
 from trainer_plugins.plug_in.flags import EXIT_USAGE, Command
 from trainer_plugins.printable import printable
@@ -74,7 +64,7 @@ def show(name: Name) -> None:
 def path_of(name: Name) -> None:
     """Print the path of a launch file.
 
-    Example: accelerate launch --config_file $(trainer-plugins configs path zero3) train.py.
+    Example: accelerate launch --config_file $(trainer-plugins configs path zero3) train.py
     """
     with _refusing():
         print(configs.path(name))
@@ -92,7 +82,7 @@ def copy_to(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
 ) -> None:
-    """Copy a launch file, with changed values if asked.
+    """Copy a launch file, and change values in your copy.
 
     Example: trainer-plugins configs copy zero3 --set num_processes=4
     """
@@ -122,16 +112,22 @@ def check(
     pinned_memory: Annotated[str | None, typer.Option(help=PINNED_MEMORY_HELP)] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check a launch file before the launch, and find extension builds that would block it.
+    """Check a launch file before you launch it, and find extension builds that would block it.
 
     Example: trainer-plugins configs check zero3.yaml --params 7e9 --num-gpus 4
 
     Exit codes: 0 fine; 1 an ERROR; 2 bad input, including duplicate keys and values of the wrong
     type.
     """
+    from trainer_plugins.launch.extensions import find_needed_by, lock_findings, read_locks
+    from trainer_plugins.launch.lint.document import read_document
+    from trainer_plugins.launch.lint.judge import judge_document
+    from trainer_plugins.launch.lint.training import training_arguments
+    from trainer_plugins.launch.main_memory import HostLimits
+
     here_bytes = None
     if params and host_memory is None:
-        from trainer_plugins.devices.host import HostDevice  # takes 70 ms, only for this
+        from trainer_plugins.devices.host import HostDevice
 
         here_bytes = HostDevice().read().total_bytes
     with _refusing():
@@ -171,6 +167,9 @@ def build(
 
     Example: trainer-plugins configs build zero3_offload_all.yaml
     """
+    from trainer_plugins.launch.extensions import build_extension, find_needed_by
+    from trainer_plugins.launch.lint.document import read_document
+
     names: list[str] = []
     with _refusing():
         for each in needed_by:

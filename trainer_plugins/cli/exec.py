@@ -92,19 +92,19 @@ def exec_(
 ) -> None:
     """Run a command with callbacks on every Trainer under it.
 
-    A preset with guards also sets the allocator settings of `trainer-plugins env`, unless you have
-    set some, and prints a line about it. With --vllm, or TRL's --use_vllm in the command, these
-    leave out expandable segments. Nothing else is set except the hook.
+    With a preset that has guards, it also sets the allocator settings of `trainer-plugins env`,
+    unless you have set some, and prints a line about it. With --vllm, or TRL's --use_vllm in the
+    command, it leaves out expandable segments. It sets nothing else except its hook.
 
     Example: trainer-plugins exec --preset survive -- accelerate launch train.py
 
-    With --fit it is planned first. Batch size, steps and schedule stay: SurviveOOM divides each
-    micro-batch into what fits. Where nothing fits, nothing is run, and the exit code is 3; with
-    --preset survive it trains anyway, and is divided where it fails. --fit=ask stops after its
+    With --fit it plans the run first. Batch size, steps and schedule stay: SurviveOOM splits each
+    micro-batch into pieces that fit. If nothing fits, it runs nothing and exits with code 3; with
+    --preset survive it trains anyway, and splits the batches that fail. --fit=ask stops after its
     answer, with exit code 0 if it would run the command.
 
-    Signals and the exit code are passed on: 127 if the command is not found, 126 if it cannot be
-    run. If no Trainer under it had callbacks, a line on stderr says so in the end.
+    It passes on signals and the exit code: 127 if the command is not found, 126 if it cannot be
+    run. If no Trainer had callbacks, a line on stderr says so at the end.
     """
     given, words = ExecCommand.select_given(vars(memory)), assign_variables(command or ())
     if not words:

@@ -53,7 +53,9 @@ def explain(
 ) -> None:
     """Explain why a run ran out of memory, with evidence, and what to do first.
 
-    Example: trainer-plugins explain train.log, or: python train.py 2>&1 | trainer-plugins explain -
+    Example: trainer-plugins explain train.log
+
+    Example: python train.py 2>&1 | trainer-plugins explain -
 
     Exit codes: 0 explained, or a snapshot was read; 1 there is no OOM; 2 unreadable.
     """

@@ -89,7 +89,7 @@ def plan(
     dry: DryOptions,
     as_json: AsJson = False,
 ) -> None:
-    """Predict the peak of a training run without a GPU. All flags of TrainingArguments may follow.
+    """Predict a run's peak memory without a GPU. You can add all flags of TrainingArguments.
 
     Example: trainer-plugins plan --model config.json --gpu 24GiB --per_device_train_batch_size 4
 

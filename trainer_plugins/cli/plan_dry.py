@@ -40,7 +40,7 @@ class DryOptions:
         default=False,
     )
     snapshot: Path | None = option(
-        _DRY_RUN, "Keep the allocator's snapshot in this file, for trainer-plugins explain."
+        _DRY_RUN, "Keep the allocator's snapshot in this file, which `explain` reads."
     )
     allow_writes: list[Path] | None = option(
         _DRY_RUN,

@@ -49,15 +49,15 @@ class HostLimits:
     def shortage(self, need: HostNeed) -> str | None:
         """Describe the shortage; None if there is none, or if the limits are unknown."""
         if self.total_bytes is not None and need.total_bytes > self.total_bytes:
-            what = f"it needs {size(need.total_bytes)} of main memory on a machine, which has"
-            what += f" {size(self.total_bytes)}"
+            needed = size(need.total_bytes)
+            what = f"each machine needs {needed} of main memory, but has {size(self.total_bytes)}"
             if need.until_resume_bytes in (None, need.tensor_bytes):
                 return what
             never = need.total_bytes - need.tensor_bytes + (need.until_resume_bytes or 0)
             return f"{what}; a run that is never resumed needs {size(never)}"
         if self.pinned_bytes is not None and need.pinned_bytes > self.pinned_bytes:
-            what = f"it pins {size(need.pinned_bytes)} of main memory on a machine, where"
-            return f"{what} {size(self.pinned_bytes)} can be pinned"
+            pinned = f"each machine pins {size(need.pinned_bytes)} of main memory"
+            return f"{pinned}, but can pin {size(self.pinned_bytes)}"
         return None
 
 

@@ -125,7 +125,9 @@ def _option(each: "Field[Any]", shown: Container[str] | None) -> Parameter:
     if "panel" in about:
         panel, metavar = about["panel"], about["metavar"]
     else:  # of MemoryArguments: the help of an option ends with the name of its callback
-        words, _, panel = words.removesuffix(")").partition(" (")
+        panel = ""
+        if callback := re.search(r" \((\w+)\)$", words):
+            words, panel = words[: callback.start()], callback[1]
         metavar = "N" if each.type in (int, float) else None
     name = "preset" if each.name == "memory_preset" else each.name
     # A switch that is off by default has no --no- form.

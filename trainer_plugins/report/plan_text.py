@@ -203,7 +203,7 @@ def _proposals(plan: MemoryPlan) -> list[Text]:
 def host_verdict(plan: MemoryPlan) -> list[str]:
     """Say in one line whether it fits in main memory; nothing if that size is unknown."""
     if plan.host_shortage is not None:
-        return [f"Does not fit in main memory: {plan.host_shortage}"]
+        return [f"Does not fit: {plan.host_shortage}"]
     if plan.host_capacity_bytes is None:
         return []
     left = size(plan.host_capacity_bytes - plan.host_bytes_per_node)

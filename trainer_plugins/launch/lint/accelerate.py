@@ -60,7 +60,7 @@ def _type(config: Mapping, kind: object) -> Iterator[Finding]:
     if kind == "MULTI_CPU" and not config.get("mpirun_config"):
         yield Finding.error(
             code="config-distributed-type",
-            summary="distributed_type: MULTI_CPU starts one process, at any num_processes",
+            summary="MULTI_CPU starts one process, whatever num_processes says",
             evidence="accelerate uses its simple launcher, unless mpirun_config names a hostfile",
             remedy="Write distributed_type: MULTI_GPU, use_cpu: true; give the script --use_cpu",
         )
@@ -93,7 +93,7 @@ def _processes(config: Mapping, kind: object) -> Iterator[Finding]:
     if machines > 1 and not config.get("main_process_ip") and kind != "NO":
         yield Finding.warning(
             code="config-process-count",
-            summary=f"{machines} machines, but no main_process_ip at which they meet",
+            summary=f"{machines} machines have no main_process_ip to connect to",
             evidence="accelerate would pass the address None to torchrun",
             remedy="Write main_process_ip, or give --main_process_ip on every machine",
         )
@@ -150,7 +150,7 @@ def _judge_deepspeed(document: Document, config: Mapping, section: Mapping) -> I
     if document.json_path is not None and not Path(document.json_path).expanduser().is_absolute():
         yield Finding.warning(
             code="config-relative-path",
-            summary="deepspeed_config_file is relative to the folder of the launch",
+            summary="deepspeed_config_file is a path relative to the folder in which you launch",
             evidence=f"{document.json_path}, from {Path.cwd()}",
             remedy="Write an absolute path, or the JSON itself after `deepspeed_config_file: |`",
         )

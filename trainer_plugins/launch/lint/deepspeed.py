@@ -63,7 +63,7 @@ def _offload_target(document: Document, what: str) -> Iterator[Finding]:
         in_json = "" if block else " in a DeepSpeed JSON: the YAML alone has no such key"
         yield Finding.warning(
             code="config-pin-memory",
-            summary=f"offload_{what} copies from and to pageable memory, which is slower",
+            summary=f"offload_{what} is slow: it copies from and to memory that is not pinned",
             evidence="pin_memory is false unless it is written (DeepSpeed's offload_config.py)",
             remedy=f'Write "pin_memory": true{in_json}, or false where little memory can be locked',
         )
@@ -188,8 +188,8 @@ def _stage(document: Document, stage: int) -> Iterator[Finding]:
     if zero.get("elastic_checkpoint") is True:
         yield Finding.warning(
             code="config-elastic-checkpoint",
-            summary="to resume, each rank reads the optimizer states of all ranks to main memory",
-            evidence="elastic_checkpoint (deepspeed/runtime/engine.py; DeepSpeed#1111)",
+            summary="on resume, each rank reads the optimizer states of all ranks",
+            evidence="elastic_checkpoint, to main memory (runtime/engine.py; DeepSpeed#1111)",
             remedy="Remove it, and resume with as many ranks as saved",
         )
     if zero.get("compute_grad_norm") is False and stage not in (1, 2):

@@ -4,8 +4,8 @@ import base64
 import binascii
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -113,8 +113,7 @@ def read_document(path: Path) -> Document:
 
 def read_mapping(path: Path) -> tuple[Mapping, tuple[str, ...]]:
     """Read a YAML or JSON file, and its duplicate keys."""
-    parse = parse_json if path.suffix == ".json" else parse_yaml
-    return parse(read_text(path, str(path)), str(path))
+    return parse(_read_text(path, str(path)), str(path), is_json=path.suffix == ".json")
 
 
 def document_of(
@@ -145,10 +144,10 @@ def _add_json(document: Document, named: object, folder: Path) -> Document:
             text = named
         elif (path := folder / Path(named).expanduser()).is_file():
             json_path, source = named, f"deepspeed_config_file {named}"
-            text = read_text(path, source)
+            text = _read_text(path, source)
         else:
             text = base64.urlsafe_b64decode(named).decode("utf-8")
-        loaded, duplicates = parse_json(text, source)
+        loaded, duplicates = parse(text, source, is_json=True)
     except ConfigError as error:
         # A path may happen to be valid base64: treat it as a path.
         path_or_none = None if "{" in named else named
@@ -160,7 +159,7 @@ def _add_json(document: Document, named: object, folder: Path) -> Document:
     return replace(document, deepspeed=loaded, duplicates=duplicates, json_path=json_path)
 
 
-def read_text(path: Path, source: str) -> str:
+def _read_text(path: Path, source: str) -> str:
     """Read a UTF-8 file, up to the size limit of a launch file."""
     try:
         with path.open("rb") as file:
@@ -176,101 +175,79 @@ def read_text(path: Path, source: str) -> str:
         raise ConfigError(f"{source} is not UTF-8: {error}. Save it as UTF-8") from None
 
 
-def parse_json(text: str, source: str) -> tuple[Mapping, tuple[str, ...]]:
-    """Parse JSON; the second value names the keys that occur twice in one mapping."""
+def parse(text: str, source: str, *, is_json: bool = False) -> tuple[Mapping, tuple[str, ...]]:
+    """Parse JSON, or YAML without tags that run code; the second value names keys written twice."""
     duplicates: list[str] = []
-
-    def pairs(items: list[tuple[str, object]]) -> dict[str, object]:
-        duplicates.extend(_more_than_once([key for key, _ in items]))
-        return dict(items)
-
     try:
-        value = json.loads(text, object_pairs_hook=pairs)
-    except ValueError as error:
-        raise ConfigError(f"{source} is not JSON: {error}") from None
-    except RecursionError:
-        raise ConfigError(_too_deep(source)) from None
-    return _mapping(value, source), tuple(duplicates)
-
-
-def parse_yaml(text: str, source: str) -> tuple[Mapping, tuple[str, ...]]:
-    """Parse YAML without tags that run code; the second value names keys that occur twice."""
-    try:
-        loader = yaml.SafeLoader(text)
-        root = loader.get_single_node()
-        duplicates = () if root is None else _find_duplicates(root, source)
-        value = None if root is None else loader.construct_document(root)
+        if is_json:
+            value = json.loads(text, object_pairs_hook=partial(_make_dict, duplicates))
+        else:
+            value = _Loader(text, source, duplicates).get_single_data()
     except ConfigError:
         raise
     # PyYAML has no own error for a date in month 13, or for a number of 5,000 digits.
     except (yaml.YAMLError, ValueError) as error:
         said = " ".join(str(error).split()).replace('in "<unicode string>", ', "in ")
-        raise ConfigError(f"{source} is not YAML: {said}") from None
+        raise ConfigError(f"{source} is not {'JSON' if is_json else 'YAML'}: {said}") from None
     except RecursionError:
         raise ConfigError(_too_deep(source)) from None
-    return _mapping(value, source), duplicates
-
-
-def _find_duplicates(root: yaml.Node, source: str) -> tuple[str, ...]:
-    found: list[str] = []
-    for node, _ in _walk(root, _within_node, source):
-        if isinstance(node, yaml.MappingNode):
-            found += _more_than_once([key for key, _ in _within_node(node)])
-    return tuple(dict.fromkeys(found))
-
-
-def _mapping(loaded: object, source: str) -> Mapping:
-    """Refuse anything but a mapping, and implausible numbers."""
-    if not isinstance(loaded, dict):
-        kind = "nothing" if loaded is None else f"a {type(loaded).__name__}"
+    if not isinstance(value, dict):
+        kind = "nothing" if value is None else f"a {type(value).__name__}"
         wanted = "a mapping: write `key: value` lines, or a JSON object"
         raise ConfigError(f"{source} holds {kind}, not {wanted}")
-    for value, name in _walk(loaded, _within_value, source):
+    _refuse_implausible(value, source)
+    return value, tuple(dict.fromkeys(duplicates))
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+    """Loads YAML, and adds the keys that occur twice in a mapping to `duplicates`."""
+
+    def __init__(self, text: str, source: str, duplicates: list[str]) -> None:
+        super().__init__(text)
+        self.source, self.duplicates = source, duplicates
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
+        _make_dict(self.duplicates, [(str(key.value), None) for key, _ in node.value])
+        return super().construct_mapping(node, deep)
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        super().flatten_mapping(node)
+        if len(node.value) > _MOST_VALUES:  # nested merges multiply
+            raise ConfigError(_too_many(self.source))
+
+
+def _make_dict(duplicates: list[str], items: list[tuple[str, Any]]) -> Mapping:
+    counts = Counter(name for name, _ in items)
+    duplicates += sorted(name for name, count in counts.items() if count > 1)
+    return dict(items)
+
+
+def _refuse_implausible(root: Mapping, source: str) -> None:
+    """Refuse implausible numbers, and files on which other readers would hang."""
+    waiting: list[tuple[object, str, int]] = [(root, "", 1)]
+    num_seen = 0
+    while waiting:
+        value, name, level = waiting.pop()
+        num_seen += 1  # an anchor counts at each reference
+        if level > _MOST_LEVELS:
+            raise ConfigError(f"{_too_deep(source)}, in {name.partition('.')[0]}")
+        if num_seen > _MOST_VALUES:
+            raise ConfigError(_too_many(source))
         # Written so that NaN, for which no comparison holds, is refused too.
         if isinstance(value, (int, float)) and not -(2.0**64) < value < 2.0**64:
             shown = str(value) if len(str(value)) < 25 else f"{str(value)[:20]}..."
             why = f"{name} is {shown}, which is implausible: write another number"
             raise ConfigError(f"{source}: {why}")
-    return loaded
-
-
-def _within_node(node: object) -> list[tuple[str, object]]:
-    if isinstance(node, yaml.MappingNode):
-        return [(str(key.value), value) for key, value in node.value]
-    return [("", value) for value in node.value] if isinstance(node, yaml.SequenceNode) else []
-
-
-def _within_value(value: object) -> list[tuple[str, object]]:
-    if isinstance(value, dict):
-        return [(str(key), one) for key, one in value.items()]
-    return [("", one) for one in value] if isinstance(value, list) else []
-
-
-def _walk(
-    root: object, within: Callable[[object], list[tuple[str, object]]], source: str
-) -> Iterator[tuple[object, str]]:
-    """Yield each value with its dotted name, once for each anchor reference."""
-    waiting = [(root, "", 1)]
-    num_seen = 0
-    while waiting:
-        value, name, level = waiting.pop()
-        num_seen += 1
-        # Within these limits other readers finish too.
-        if level > _MOST_LEVELS:
-            raise ConfigError(f"{_too_deep(source)}, in {name.partition('.')[0]}")
-        if num_seen > _MOST_VALUES:
-            many = f"{_MOST_VALUES:,} values once its anchors are followed"
-            raise ConfigError(f"{source} has more than {many}")
-        yield value, name
-        waiting += [
-            (one, ".".join(filter(None, (name, key))), level + 1)
-            for key, one in reversed(within(value))
-        ]
-
-
-def _more_than_once(names: list[str]) -> list[str]:
-    return sorted(name for name, count in Counter(names).items() if count > 1)
+        if isinstance(value, dict):
+            inner = [(one, f"{name}.{key}".lstrip("."), level + 1) for key, one in value.items()]
+            waiting += reversed(inner)
+        elif isinstance(value, list):
+            waiting += [(one, name, level + 1) for one in reversed(value)]
 
 
 def _too_deep(source: str) -> str:
     return f"{source} has more than {_MOST_LEVELS} nested levels, or an anchor that holds itself"
+
+
+def _too_many(source: str) -> str:
+    return f"{source} has more than {_MOST_VALUES:,} values once its anchors are followed"

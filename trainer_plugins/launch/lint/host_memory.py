@@ -66,11 +66,11 @@ def memory_findings(
         parts.append(f"{size(need.save_bytes)} that a save gathers")
     parts.append(f"and {size(need.process_bytes)} for Python and its libraries")
     of_machine = f"{need.num_ranks} rank{'s' if need.num_ranks > 1 else ''} on a machine"
-    nearly = f"it needs {size(need.total_bytes)} of the {size(host.total_bytes or 0)} of a machine"
+    nearly = f"each machine needs {size(need.total_bytes)} of its {size(host.total_bytes or 0)}"
     yield Finding(
         code="config-host-memory",
         severity=Severity.WARNING if shortage is None else Severity.ERROR,
-        summary=shortage or nearly,
+        summary=shortage or f"{nearly} of main memory",
         evidence=f"{', '.join(parts)}, with {of_machine}",
         remedy=_remedy(document),
         amount=need.total_bytes / GIB,
@@ -88,9 +88,9 @@ def _report_shared_load(need: HostNeed, shortage: str) -> Finding:
     """Warn that loading takes too much if the ranks do not share the weights they read."""
     return Finding.warning(
         code="config-host-memory",
-        summary=f"while {need.num_ranks} ranks load all weights each, {shortage}",
-        evidence="this happens if transformers 5 stacks experts, or casts or decodes weights, as it"
-        " loads them; weights used as stored in the file are loaded once",
+        summary=f"while loading, {shortage}",
+        evidence=f"{need.num_ranks} ranks load all weights each if transformers 5 stacks experts,"
+        " casts or decodes weights; weights used as stored in the file are loaded once",
         remedy="`trainer-plugins plan` shows whether it does; or use stage 3, which"
         f" {advice.READ_BY_ONE_RANK.effect}",
         amount=need.total_bytes / GIB,
