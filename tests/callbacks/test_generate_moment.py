@@ -11,7 +11,7 @@ from tests.report.test_run_page import page_of
 from tests.test_report import report
 from trainer_plugins import MemoryWatchdog
 from trainer_plugins.record.timeline import Remark, Sample, Timeline, read_timeline
-from trainer_plugins.report.html.step_times import paces_of
+from trainer_plugins.report.pace import paces_of
 from trainer_plugins.units import MIB
 
 TAKEN = 60 * MIB
@@ -157,5 +157,5 @@ def test_reports_and_pages_tell_it_and_a_step_is_not_shorter_for_it(
     )
 
     steps = [of(entries, "begin")[0], *of(entries, "train")]
-    spent = sum(each.busy_seconds for each in paces_of(entries, 0.0))
+    spent = sum(each.busy_seconds for each in paces_of(entries))
     assert spent == pytest.approx(steps[-1].time_seconds - steps[0].time_seconds)

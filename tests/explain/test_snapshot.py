@@ -338,7 +338,7 @@ def test_a_batch_that_is_longer_than_all_before_is_named(tmp_path):
 
     found = explained(RecordedCard(600 * MIB), run, tmp_path / "snapshot.pickle")
     assert found.causes[0].code == "long-sample"
-    assert "10.0 times" in found.causes[0].summary
+    assert "10.0 times" in found.causes[0].evidence[1]
 
 
 def test_gathered_logits_of_an_evaluation_are_named(tmp_path):

@@ -74,7 +74,6 @@ def test_it_reserves_what_the_simulated_card_reserves(simgpu, seed):
         EXPANDABLE,
         AllocatorRules(max_split_bytes=64 * MIB),
         AllocatorRules(max_split_bytes=32 * MIB, expandable_segments=True),
-        AllocatorRules(garbage_collection_threshold=0.5),
     ],
 )
 def test_nothing_is_left_behind(rules):

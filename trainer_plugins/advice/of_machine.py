@@ -17,12 +17,6 @@ MAX_SPLIT_SIZE = Advice(
     price="more memory may stay reserved, and more driver calls take time",
     environment="PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:MEGABYTES",
 )
-COLLECT_EARLIER = Advice(
-    effect="releases unused blocks before the card is full",
-    price="more memory may stay reserved, and more driver calls take time",
-    environment="PYTORCH_CUDA_ALLOC_CONF=garbage_collection_threshold:0.8",
-    code="torch.cuda.set_per_process_memory_fraction(1.0)",
-)
 EXPORT_SETTINGS = Advice(
     effect="exports the allocator settings that suit this machine",
     shell='eval "$(trainer-plugins env)"',

@@ -44,7 +44,6 @@ class Block:
     in_use: bool = False
     prev: "Block | None" = None
     next: "Block | None" = None
-    last_used: int = 0
 
     @property
     def key(self) -> tuple[int, int, int]:

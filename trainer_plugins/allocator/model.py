@@ -39,7 +39,6 @@ class AllocatorRules:
 
     expandable_segments: bool = False
     max_split_bytes: int = UNLIMITED
-    garbage_collection_threshold: float = 0.0  # fraction of the card; 0 disables it
     # Among free blocks of one size: lowest address, oldest segment, or oldest block.
     first_of_a_size: FirstOfASize = "address"
 
@@ -66,7 +65,6 @@ class AllocatorModel:
         self.num_retries = 0  # like torch's `num_alloc_retries`
         self._num_numbered = 0
         self._pools: dict[tuple[int, bool], Pool] = {}
-        self._num_lookups = 0  # the clock of garbage collection
 
     def reset_peaks(self) -> None:
         """Reset the peaks to the current values, as `reset_peak_memory_stats` does."""
@@ -82,7 +80,6 @@ class AllocatorModel:
             pool = self._pools[stream, is_small] = Pool(is_small)
         block = self._find_free(pool, size)
         if block is None:
-            self._collect_garbage()
             block = self._grow(pool, size)
         if block is None and self._release_available(pool, size):
             block = self._grow(pool, size)
@@ -104,7 +101,6 @@ class AllocatorModel:
         self.allocated_bytes -= block.size_bytes
         block.in_use = False
         self._merge(block)
-        block.last_used = self._num_lookups
         block.pool.add(block)
 
     def empty_cache(self) -> None:
@@ -121,7 +117,6 @@ class AllocatorModel:
     # Finding, and growing.
 
     def _find_free(self, pool: Pool, size: int) -> Block | None:
-        self._num_lookups += 1
         index = bisect_left(pool.keys, (size, -1, -1))
         if index == len(pool.keys):
             return None
@@ -179,7 +174,6 @@ class AllocatorModel:
 
     def _split(self, block: Block, size: int) -> None:
         rest = block.sibling(block.address + size, block.size_bytes - size)
-        rest.last_used = self._num_lookups
         insert_behind(block, rest)
         block.size_bytes = size
         if self.rules.first_of_a_size == "block":  # the remainder is the old block
@@ -229,30 +223,6 @@ class AllocatorModel:
                 released += block.size_bytes
                 self._release(block)
         return released >= wanted
-
-    def _collect_garbage(self) -> None:
-        """Release the large blocks unused for longest, until the threshold is met."""
-        if not self.rules.garbage_collection_threshold:
-            return
-        threshold_bytes = int(self.rules.garbage_collection_threshold * self.capacity_bytes)
-        missing = self.reserved_bytes - threshold_bytes
-        candidates = [
-            block
-            for pool in self._pools.values()
-            if not pool.is_small
-            for block in pool.free_blocks()
-            if not block.is_split and block.segment_start is None
-        ]
-        while missing > 0 and candidates:
-            ages = [self._num_lookups - block.last_used for block in candidates]
-            threshold = sum(ages) / len(ages)
-            old = [block for block, age in zip(candidates, ages, strict=True) if age >= threshold]
-            candidates = [
-                block for block, age in zip(candidates, ages, strict=True) if age < threshold
-            ]
-            for block in old:
-                missing -= block.size_bytes
-                self._release(block)
 
     # Expandable segments: each pool has one address range, and pages are mapped into it.
 

@@ -19,6 +19,7 @@ from trainer_plugins.record.history import (
     has_failed,
     ranks_in_words,
 )
+from trainer_plugins.report.pace import describe_pace, paces_of
 from trainer_plugins.report.page import STYLES
 from trainer_plugins.report.summary import (
     failures_of,
@@ -83,7 +84,9 @@ def memory_report(timelines: Timelines) -> RenderableType:
             cells.append(f"{percent(each.least_pressure)} (rank {each.least_rank})")
         table.add_row(*cells)
     strategies = map(Text, strategies_of(timelines))
-    return Group(*strategies, table, _releases(timelines), *_findings(timelines))
+    pace = describe_pace([*paces_of(next(iter(timelines.values())))])
+    times = [Text(pace)] if pace else []
+    return Group(*strategies, table, *times, _releases(timelines), *_findings(timelines))
 
 
 def describe_steps(run: Run) -> str:

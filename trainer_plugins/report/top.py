@@ -13,6 +13,7 @@ from trainer_plugins.printable import printable
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.record.history import RankRun
 from trainer_plugins.record.timeline import Failure, Remark
+from trainer_plugins.report.pace import seconds_text
 from trainer_plugins.report.page import STYLES
 from trainer_plugins.units import GIB, MIB
 from trainer_plugins.watch.leak import WARM_UP_LOOKS, WINDOW, Footprint, Growth, growths
@@ -140,7 +141,8 @@ class TopPage:
             cells += [
                 Text(f"~{line.growth.steps_left}" if line.growth else "", "red"),
                 Text(printable(found.code), STYLES[found.severity]) if found else "",
-                _age(self.now_seconds - line.time_seconds),
+                # Never negative: the clocks of two machines may differ.
+                seconds_text(max(1.0, self.now_seconds - line.time_seconds)),
             ]
             table.add_row(*cells)
         yield table
@@ -193,12 +195,3 @@ def _heights(trend: Sequence[float]) -> str:
     low, span = min(trend), max(max(trend) - min(trend), _FLAT)
     top = len(_HEIGHTS) - 1
     return "".join(_HEIGHTS[round(top * (pressure - low) / span)] for pressure in trend)
-
-
-def _age(seconds: float) -> str:
-    """Render an age, never negative: the clocks of two machines may differ."""
-    seconds = max(0.0, seconds)
-    for unit, name in ((1, "s"), (60, "min"), (3600, "h")):
-        if seconds < 100 * unit:
-            return f"{seconds // unit:.0f} {name}"
-    return f"{seconds // 86400:.0f} days"

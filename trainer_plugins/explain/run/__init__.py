@@ -1,9 +1,8 @@
 """Turn the folder of a run into an `Explanation`, from files that the run itself wrote.
 
-To add a cause, judge it in `trainer_plugins/explain/run/causes.py`, name its remedies in
-`trainer_plugins/advice/for_causes.py`, and compute their numbers in
-`trainer_plugins/explain/run/remedies.py`. `tests/explain/test_planted.py` plants a run that shows
-it.
+The causes are judged in `trainer_plugins/explain/judges.py`, by the facts that
+`trainer_plugins/explain/run/facts.py` reads; the numbers of remedies are computed in
+`trainer_plugins/explain/run/remedies.py`.
 """
 
 from trainer_plugins.explain.run.explained import explain_record, explain_run

@@ -8,7 +8,6 @@ from functools import cached_property
 from trainer_plugins import advice
 from trainer_plugins.advice import Door
 from trainer_plugins.explain.answer import ShownBy, Stated
-from trainer_plugins.explain.shared import Said, say
 from trainer_plugins.explain.text.excerpt import Excerpt, LogLine
 from trainer_plugins.explain.text.text_facts import TextFacts, gather
 from trainer_plugins.oom import OutOfMemory
@@ -98,23 +97,6 @@ class Case:
             **self.text.stated,
             "others_bytes": self.outside_bytes if self.total_bytes else None,
         }
-
-    def says(self, words: str, **more: int | float | str | None) -> Said:
-        """Build a sentence from the numbers of the case, by name, and from `more`."""
-        rows, length = self.tokens or (None, None)
-        return say(
-            words,
-            **self.stated,
-            where=self.record.where,
-            num_rows=rows,
-            num_tokens=length,
-            num_earlier_steps=len(self.samples),
-            highest_peak_bytes=self.highest_peak_bytes,
-            kept_by_training_bytes=self.fixed_bytes,
-            of_the_batch_bytes=self.live_bytes - self.fixed_bytes,
-            foreign_bytes=self.foreign_bytes,
-            **more,
-        )
 
     def find_source(self, name: str) -> ShownBy:
         """Return the record's source of a number in the evidence."""

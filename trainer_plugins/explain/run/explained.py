@@ -10,9 +10,10 @@ from trainer_plugins import advice
 from trainer_plugins.advice import Door
 from trainer_plugins.advice.entry import flags_in, write_overrides
 from trainer_plugins.explain.answer import Allocation, Cause, Explanation, Numbers, Remedy
+from trainer_plugins.explain.judges import causes_of
 from trainer_plugins.explain.run.case import Case
-from trainer_plugins.explain.run.causes import causes_of, judge_words
 from trainer_plugins.explain.run.ending import judge_ending
+from trainer_plugins.explain.run.facts import facts_of, judge_words
 from trainer_plugins.explain.run.remedies import less_main_memory, remedies_of
 from trainer_plugins.explain.shared import add_numbers, cause, remedy, say
 from trainer_plugins.explain.text import remedies as of_text
@@ -94,13 +95,13 @@ def _explain(
 ) -> Explanation:
     first = records[0]
     case = Case(first, _entries(history, first))
-    causes = causes_of(case)
+    numbers = numbers_of(case)
+    causes = causes_of(facts_of(case, numbers))
     by_words = judge_words(case) if causes[0].code == "capacity" else ()
     causes = (*by_words, *causes)
     helps = (*of_text.remedies_of(by_words, case.text), *remedies_of(causes, case))
     remedies = {each.do: each for each in helps}
     later = [f"{len(begun_later)} later run(s) in this folder left no such record"]
-    numbers = _numbers(case)
     found = Explanation(
         subject=printable(folder),
         causes=add_numbers(causes, numbers, case.find_source),
@@ -139,7 +140,7 @@ def _entries(history: History | None, record: OomRecord) -> Sequence[Entry]:
     return ()
 
 
-def _numbers(case: Case) -> Numbers:
+def numbers_of(case: Case) -> Numbers:
     """Return the numbers of the error and of the reading after it."""
     record = case.record
     reading = record.reading

@@ -175,16 +175,13 @@ def _add_peak(remedy: Remedy, plan: MemoryPlan, peak_bytes: int) -> Remedy:
 
 
 def _spell(each: Proposal, run: RunFacts) -> str:
+    if "model_init_kwargs" not in run.arguments:  # all TRL configs have it
+        return each.in_the_run or each.flags
     do = each.flags
     for option, typed in _PLANNED_AS_TYPED.items():
         do = do.replace(option, typed)
     flags = flags_in(do)  # each once: a base in 4 bits and an adapter both ask for PEFT
-    in_script, is_trl = [], "model_init_kwargs" in run.arguments  # all TRL configs have it
-    if not is_trl and "lora_r" in flags and "load_in_4bit" not in flags:
-        flags = {name: flags[name] for name in flags if name not in flags_in(advice.ADAPTER.trl)}
-        in_script = [advice.ADAPTER.code]
-    typed = " ".join(f"--{name} {value}" for name, value in flags.items())
-    return "; ".join(filter(None, [typed, *in_script])) or do
+    return " ".join(f"--{name} {value}" for name, value in flags.items()) or do
 
 
 def _effect(plan: MemoryPlan, peak_bytes: int) -> str:

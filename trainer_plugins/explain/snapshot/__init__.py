@@ -1,9 +1,9 @@
 """Explain an OOM from the snapshot of a card: its cause, and remedies.
 
-To add a cause, judge it in `trainer_plugins/explain/snapshot/causes.py`; the replayed changes are
-in `trainer_plugins/explain/snapshot/remedies.py`, and the frames of a library in
-`trainer_plugins/snapshot/stacks.py`. `tests/explain/test_snapshot.py` has its story, and
-`docs/explain.md` its page.
+The causes are judged in `trainer_plugins/explain/judges.py`, by the facts that
+`trainer_plugins/explain/snapshot/facts.py` reads. The replayed changes are in
+`trainer_plugins/explain/snapshot/remedies.py`, and the frames of a library in
+`trainer_plugins/snapshot/stacks.py`.
 """
 
 from trainer_plugins.explain.snapshot.explained import compare_snapshots, explain_snapshot

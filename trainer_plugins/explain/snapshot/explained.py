@@ -9,8 +9,9 @@ from pathlib import Path
 from trainer_plugins.advice.for_causes import order_remedies
 from trainer_plugins.allocator.model import SMALL_BYTES, round_size
 from trainer_plugins.explain.answer import Allocation, Cause, Explanation, Numbers, Remedy
-from trainer_plugins.explain.shared import add_numbers, cause, remedy, say
-from trainer_plugins.explain.snapshot.causes import causes_of
+from trainer_plugins.explain.judges import causes_of
+from trainer_plugins.explain.shared import add_numbers, cause, insert_sentence, remedy, say
+from trainer_plugins.explain.snapshot.facts import FIRST, facts_of
 from trainer_plugins.explain.snapshot.remedies import Tries, try_changes
 from trainer_plugins.printable import printable
 from trainer_plugins.record.oom_record import Frame
@@ -36,8 +37,8 @@ def explain_snapshot(path: Path) -> tuple[SnapshotCase, Explanation]:
     with pause_collection():
         case = case_of(path)
         tries = try_changes(case)
-        causes = causes_of(case, case.oom, tries) if case.oom is not None else ()
         numbers = _numbers(case)
+        causes = _judge(case, tries, numbers)
         return case, Explanation(
             subject=printable(path),
             causes=add_numbers(causes, numbers, lambda _: "snapshot"),
@@ -46,6 +47,22 @@ def explain_snapshot(path: Path) -> tuple[SnapshotCase, Explanation]:
             unknown=tuple(_unknown(case, tries)),
             numbers=numbers,
         )
+
+
+def _judge(case: SnapshotCase, tries: Tries, numbers: Numbers) -> tuple[Cause, ...]:
+    if case.oom is None:
+        return ()
+    facts = facts_of(case, case.oom, tries, numbers)
+    asked = say(
+        "{place} asked for {requested_bytes}; the card had {free_bytes} left, and this"
+        " process held {reserved_bytes}",
+        requested_bytes=case.oom.num_bytes,
+        place=case.request.place,
+        free_bytes=case.oom.left_bytes,
+        reserved_bytes=case.reserved_bytes,
+    )
+    first, *others = (facts.error,) if facts.error is not None else causes_of(facts, FIRST)
+    return (insert_sentence(first, asked, at=0), *others)
 
 
 def _order(remedies: Sequence[Remedy], causes: Sequence[Cause]) -> Iterator[Remedy]:

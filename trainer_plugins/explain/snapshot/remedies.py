@@ -21,9 +21,10 @@ from trainer_plugins.snapshot.oom import Oom, SnapshotCase
 from trainer_plugins.units import MIB, size
 
 _OF_A_PASS = ("gathering", "forward", "backward", "loss", "other", "unknown")
-_MOST_EVENTS = 400_000  # replayed in total, which takes about two seconds
 _PAGE_BYTES = 20 * MIB  # of expandable segments; others are rounded up to 2 MiB
 _NOTHING = 1 << 60  # dividing by it gives the smallest block
+_MOST_EVENTS = 400_000  # replayed in total, which takes about two seconds
+_SPLIT = advice.MAX_SPLIT_SIZE
 _LEAK_STEPS = 3  # memory still alive from this many earlier steps was not intended
 
 
@@ -67,7 +68,6 @@ class _Trial(Tries):
     case: SnapshotCase
     repeated: RepeatedTrace
     oom: Oom
-    num_events: int = 0  # replayed so far
 
     def run(self) -> Tries:
         if leaked := find_leaked_lives(self.case):
@@ -84,28 +84,24 @@ class _Trial(Tries):
 
     def _try_settings(self) -> str:
         """Try other settings; return why none helps, empty if one does."""
-        recorded = self.repeated.rules
         if self._spare() is not None:
             return (
                 "with the blocks from before the recording packed without gaps, the recorded"
                 " settings fit too, so the replay cannot say which setting helps"
             )
-        for one, words, rules in _settings(recorded):
-            if self.num_events > _MOST_EVENTS:
+        num_events = len(self.repeated.trace.events)
+        for number, (words, rules) in enumerate(_settings(self.repeated.rules), start=1):
+            if number * num_events > _MOST_EVENTS:
                 return "the trace is too long to replay with more settings"
-            if (spare := self._spare(rules)) is None:
-                continue
-            self.setting_that_helps = self.setting_that_helps or words.partition("=")[2]
-            do = f"export {self._join(words)}"
-            if one is advice.COLLECT_EARLIER:  # works only with a memory fraction
-                do += f"  # and in the script: {one.flag(Door.CODE)}"
-            effect = "makes the same trace fit, with {} to spare"
-            self._add(one, effect, spare, do, cause="fragmentation")
-        if self.remedies:
-            return ""
-        return "the same trace fits with none of the other settings either"
+            if (spare := self._spare(rules)) is not None:
+                one = advice.EXPANDABLE_SEGMENTS if rules.expandable_segments else _SPLIT
+                self.setting_that_helps = self.setting_that_helps or words.partition("=")[2]
+                effect = "makes the same trace fit, with {} to spare"
+                self._add(one, effect, spare, f"export {self._join(words)}", cause="fragmentation")
+        return "" if self.remedies else "the same trace fits with none of the other settings either"
 
     def _join(self, words: str) -> str:
+        """Keep the run's other options; a split size beside expandable segments is no help."""
         variable, _, option = words.partition("=")
         text = self.case.snapshot.settings.get(variable)
         if not isinstance(text, str) or not re.fullmatch(r"[\w:.,\[\]-]{1,200}", text):
@@ -195,7 +191,6 @@ class _Trial(Tries):
                     blocks[address] = model.malloc(num_bytes, segment.stream)
             for position in range(first, self.case.held.position):
                 event = events[position]
-                self.num_events += 1
                 num_bytes = event.num_bytes // (divisor if position in births else 1)
                 if event.action == "alloc":
                     blocks[event.address] = model.malloc(num_bytes, event.stream)
@@ -207,14 +202,10 @@ class _Trial(Tries):
         return model.capacity_bytes - model.reserved_bytes
 
 
-def _settings(recorded: AllocatorRules) -> Iterator[tuple[Advice, str, AllocatorRules]]:
+def _settings(recorded: AllocatorRules) -> Iterator[tuple[str, AllocatorRules]]:
     if not recorded.expandable_segments:
-        one = advice.EXPANDABLE_SEGMENTS
-        yield one, one.flag(Door.ENVIRONMENT), replace(recorded, expandable_segments=True)
-    one = advice.MAX_SPLIT_SIZE
+        words = advice.EXPANDABLE_SEGMENTS.flag(Door.ENVIRONMENT)
+        yield words, replace(recorded, expandable_segments=True)
     for megabytes in (512, 256, 128, 64):
         rules = replace(recorded, expandable_segments=False, max_split_bytes=megabytes * MIB)
-        yield one, one.flag(Door.ENVIRONMENT, megabytes=megabytes), rules
-    one = advice.COLLECT_EARLIER
-    rules = replace(recorded, garbage_collection_threshold=0.8)
-    yield one, one.flag(Door.ENVIRONMENT), rules
+        yield _SPLIT.flag(Door.ENVIRONMENT, megabytes=megabytes), rules

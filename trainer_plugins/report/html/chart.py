@@ -1,7 +1,7 @@
 """Define charts as values, which `page.js` draws; colours are names in the style sheet."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
@@ -83,21 +83,13 @@ class Key:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
-    """Holds the figures of a chart as text."""
-
-    head: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
     """Holds a picture with two axes; stretches lie between `edges`."""
 
     name: str  # without spaces
     title: str
     pixels: int
-    unit: Literal["bytes", "s", "/s"]
+    unit: Literal["bytes", "s"]
     axis: Literal["seconds", "moments"]
     top: float  # the number at the upper edge
     edges: Sequence[float]
@@ -113,11 +105,6 @@ class Chart:
     marks: Sequence[Mark] = ()
     words: Sequence[tuple[float, str]] = ()  # names below the axis
     others: Sequence[Key] = ()
-    table: Table | None = None
-
-    def describe(self) -> Mapping[str, object]:
-        """Return the input of the script."""
-        return {name: value for name, value in asdict(self).items() if name != "table"}
 
 
 def areas_of_card(
@@ -155,16 +142,3 @@ def colour_of(name: str) -> str:
     ('weights', 'other')
     """
     return _COLOURS.get(name, "other")
-
-
-def seconds_text(seconds: float) -> str:
-    """Render a duration for people.
-
-    >>> seconds_text(0.0321), seconds_text(4.2), seconds_text(75), seconds_text(9000)
-    ('32 ms', '4.2 s', '75 s', '2.5 h')
-    """
-    if seconds < 0.1:
-        return f"{seconds * 1000:.0f} ms"
-    if seconds < 120:
-        return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -1,10 +1,10 @@
-"""Draw a rank's use of memory."""
+"""Draw a rank's use of memory, and the time of its steps."""
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from statistics import median_low
-from typing import TypeVar
 
 from trainer_plugins.printable import printable
 from trainer_plugins.reading import MemoryReading
@@ -13,62 +13,46 @@ from trainer_plugins.report.html.chart import (
     Chart,
     ChartLine,
     Dot,
-    Table,
     areas_of_card,
     draw_limit,
-    seconds_text,
 )
 from trainer_plugins.report.html.events import Duration, Noted, marks_of, spans_of
+from trainer_plugins.report.pace import StepTimes, describe_pace, paces_of, seconds_text
 from trainer_plugins.report.summary import steps_in_words
 from trainer_plugins.units import percent, size
 
-MOST = 1500  # readers can zoom in
-MOST_ROWS = 240  # of a table
+_MOST = 1500  # readers can zoom in
+_FAR = 8  # a step this many times longer than usual would flatten the picture
 _ALIKE_FRACTION = 0.1  # ranks whose peaks are within this fraction of each other are alike
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stretch:
-    """Holds a stretch of time; seconds count from the beginning of the picture."""
-
-    began_seconds: float
-    ended_seconds: float
-    last_step: int
-
-
-Part = TypeVar("Part", bound=Stretch)
-
-
-def group(alone: Sequence[Part], most: int) -> list[list[Part]]:
-    """Group neighbours into about `most` groups, each long enough to be visible."""
-    shortest = alone[-1].ended_seconds / most if alone else 0.0
-    groups: list[list[Part]] = []
-    for each in alone:
-        if not groups or groups[-1][-1].ended_seconds - groups[-1][0].began_seconds >= shortest:
-            groups.append([])
-        groups[-1].append(each)
-    return groups
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryUse(Stretch):
+class MemoryUse:
     """Holds the highest figures of consecutive readings; each covers all since the one before."""
 
+    began_seconds: float  # since the beginning of the picture, as the next one
+    ended_seconds: float
     first_step: int
+    last_step: int
     moments: tuple[str, ...]
     outside_bytes: int  # memory outside torch; the next three include it
     kept_bytes: int  # plus the tensors alive at the reading
     peak_bytes: int  # plus the peak of tensors
     used_bytes: int  # plus the cache
-    peak_allocated_bytes: int
-    reserved_bytes: int
 
 
 def stretches_of(
-    entries: Iterable[Entry], began_seconds: float, most: int = MOST
+    entries: Iterable[Entry], began_seconds: float, most: int = _MOST
 ) -> list[MemoryUse]:
-    """Join the readings of one rank into about `most` stretches."""
-    return [_join(some) for some in group([*_alone(entries, began_seconds)], most)]
+    """Join the readings of one rank into about `most` stretches, each long enough to be visible."""
+    alone = [*_alone(entries, began_seconds)]
+    shortest = alone[-1].ended_seconds / most if alone else 0.0
+    groups: list[list[MemoryUse]] = []
+    for each in alone:
+        if not groups or groups[-1][-1].ended_seconds - groups[-1][0].began_seconds >= shortest:
+            groups.append([])
+        groups[-1].append(each)
+    return [*map(_join, groups)]
 
 
 def _alone(entries: Iterable[Entry], began_seconds: float) -> Iterator[MemoryUse]:
@@ -89,8 +73,6 @@ def _alone(entries: Iterable[Entry], began_seconds: float) -> Iterator[MemoryUse
             kept_bytes=outside + reading.allocated_bytes,
             peak_bytes=peak,
             used_bytes=max(peak, outside + reading.reserved_bytes),
-            peak_allocated_bytes=reading.peak_allocated_bytes,
-            reserved_bytes=reading.reserved_bytes,
         )
         before = until
 
@@ -130,8 +112,8 @@ def memory_chart(
     spans, keys = spans_of(entries, during)
     return Chart(
         name=f"memory-{rank}",
-        title=f"{reading.device}: {size(peak.peak_bytes)} of {size(reading.total_bytes)} in use at"
-        f" the peak, in step {top.step}",
+        title=f"Rank {rank} on {reading.device}: {size(peak.peak_bytes)} of"
+        f" {size(reading.total_bytes)} in use at the peak, in step {top.step}",
         pixels=260,
         unit="bytes",
         axis="seconds",
@@ -152,10 +134,48 @@ def memory_chart(
         spans=spans,
         marks=[*marks_of(entries, noted, during)],
         others=(*key, *keys),
-        table=Table(
-            head=_HEAD,
-            rows=tuple(map(_row, stretches_of(entries, during.began_seconds, MOST_ROWS))),
+    )
+
+
+def pace_chart(
+    rank: int, entries: Sequence[Entry], during: Duration, num_rows_a_step: int
+) -> Chart | None:
+    """Draw the time of a step, with gaps during other work; None if too few were read."""
+    paces = [*paces_of(entries)]
+    title = describe_pace(paces, num_rows_a_step)
+    if not title:
+        return None
+    found = stretches_of(entries, during.began_seconds)
+    ends = [each.ended_seconds for each in found]
+    inside: list[list[StepTimes]] = [[] for _ in found]
+    for pace in paces:
+        at = bisect_left(ends, pace.ended_seconds - during.began_seconds)
+        inside[min(at, len(ends) - 1)].append(pace)
+    values = [
+        sum(each.busy_seconds for each in some) / sum(each.num_steps for each in some)
+        if some
+        else None
+        for some in inside
+    ]
+    highest = max(filter(None, values))
+    edge = min(highest, _FAR * median_low(filter(None, values)))
+    peak = found[values.index(highest)]
+    return Chart(
+        name=f"pace-{rank}",
+        title=title,
+        pixels=80,
+        unit="s",
+        axis="seconds",
+        top=1.3 * edge,
+        dot=Dot(
+            at=(peak.began_seconds + peak.ended_seconds) / 2,
+            value=edge,
+            text=f"{'' if edge == highest else '↑ '}{seconds_text(highest)}",
         ),
+        edges=_edges(found),
+        steps=[each.last_step for each in found],
+        lines=[ChartLine(name="a step", colour="pace", values=values)],
+        said=[_describe(each) for each in found],
     )
 
 
@@ -163,7 +183,7 @@ def small_chart(
     rank: int, entries: Sequence[Entry], during: Duration, num_ranks: int
 ) -> Chart | None:
     """Draw one rank of many: the memory in use, below the limit of its card."""
-    found = stretches_of(entries, during.began_seconds, max(40, MOST // num_ranks))
+    found = stretches_of(entries, during.began_seconds, max(40, _MOST // num_ranks))
     top = fullest(entries)
     if not found or top is None:
         return None
@@ -205,9 +225,6 @@ def _failures(entries: Iterable[Entry], during: Duration) -> tuple[float, ...]:
     return tuple(during.since(each.time_seconds) for each in entries if isinstance(each, Failure))
 
 
-_HEAD = ("steps", "until", "moment", "tensors at the peak", "with others", "reserved", "outside")
-
-
 def _edges(found: Sequence[MemoryUse]) -> list[float]:
     return [*(round(each.began_seconds, 3) for each in found), round(found[-1].ended_seconds, 3)]
 
@@ -216,18 +233,6 @@ def _describe(each: MemoryUse) -> str:
     return (
         f"{steps_in_words(each.first_step, each.last_step)},"
         f" {', '.join(map(printable, each.moments))}, {seconds_text(each.ended_seconds)}"
-    )
-
-
-def _row(each: MemoryUse) -> tuple[str, ...]:
-    return (
-        steps_in_words(each.first_step, each.last_step),
-        seconds_text(each.ended_seconds),
-        ", ".join(each.moments),
-        size(each.peak_allocated_bytes),
-        size(each.peak_bytes),
-        size(each.reserved_bytes),
-        size(each.outside_bytes),
     )
 
 

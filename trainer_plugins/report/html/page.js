@@ -20,11 +20,7 @@ function seconds(value) {
   return value < 7200 ? `${(value / 60).toFixed(0)} min` : `${(value / 3600).toFixed(1)} h`;
 }
 
-function rate(value) {
-  return value >= 100 ? number(Math.round(value)) : String(+value.toPrecision(3));
-}
-
-const TEXTS = { bytes: size, s: seconds, "/s": value => `${rate(value)} a second` };
+const TEXTS = { bytes: size, s: seconds };
 const CLOCK = [1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 28800, 43200, 86400];
 
 function make(tag, attributes = {}, ...children) {
@@ -52,10 +48,7 @@ function ticks(low, high, step) {
 }
 
 function heightTicks(low, high, unit, most) { // in the unit to which the numbers are rounded
-  if (unit !== "bytes") {
-    const [per, name] = high >= 1e6 ? [1e6, "M"] : high >= 1e4 ? [1e3, "k"] : [1, ""];
-    return ticks(low, high, round(high - low, most)).map(at => [at, `${+(at / per).toPrecision(6)}${name}${unit === "s" ? " s" : "/s"}`]);
-  }
+  if (unit === "s") return ticks(low, high, round(high - low, most)).map(at => [at, `${+at.toPrecision(6)} s`]);
   const [name, per] = high - low >= 2 ** 30 ? ["GiB", 2 ** 30] : high - low >= 2 ** 20 ? ["MiB", 2 ** 20] : ["KiB", 1024];
   const step = round((high - low) / per, most);
   return ticks(low / per, high / per, step).map(at => [at * per, `${+at.toPrecision(6)} ${name}`]);

@@ -1,6 +1,7 @@
 """Render a plan as a page: the verdict, changes that would fit, and the memory of each moment."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from itertools import groupby
 
 from trainer_plugins.planner.plan import MemoryPlan, Moment
@@ -8,7 +9,6 @@ from trainer_plugins.report.html.chart import (
     Chart,
     Dot,
     Span,
-    Table,
     areas_of_card,
     colour_of,
     draw_limit,
@@ -35,7 +35,7 @@ def plan_page(plan: MemoryPlan) -> Page:
     breakdown = sorted(plan.breakdown.items(), key=lambda pair: -pair[1])
     return page(
         "plan.html.jinja",
-        {"charts": {} if chart is None else {chart.name: chart.describe()}},
+        {"charts": {} if chart is None else {chart.name: asdict(chart)}},
         plan=plan,
         moment=moment_of(plan),
         verdict=verdict(plan),
@@ -68,10 +68,6 @@ def plan_chart(plan: MemoryPlan) -> Chart | None:
         [outside + now for now, _ in points],
         used,
     ]
-    rows = tuple(
-        (moment, size(max(now for now, _ in some)), size(max(held for _, held in some)))
-        for moment, some in stretches
-    )
     numbers = {moment: number for number, moment in enumerate(plan.moments, start=1)}
     return Chart(
         name="plan",
@@ -98,7 +94,6 @@ def plan_chart(plan: MemoryPlan) -> Chart | None:
             for number, (moment, _) in enumerate(stretches)
         ],
         others=key,
-        table=Table(head=("moment", "allocated", "reserved"), rows=rows),
     )
 
 

@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 
@@ -24,11 +25,16 @@ from trainer_plugins.record.run_facts import read_run_facts
 from trainer_plugins.record.timeline import Remark
 from trainer_plugins.report.html.chart import Chart
 from trainer_plugins.report.html.events import Duration, Noted, collect_notes, failures_in_words
-from trainer_plugins.report.html.memory import fullest, memory_chart, odd_one, small_chart
+from trainer_plugins.report.html.memory import (
+    fullest,
+    memory_chart,
+    odd_one,
+    pace_chart,
+    small_chart,
+)
 from trainer_plugins.report.html.page import Page, page
 from trainer_plugins.report.html.plan_page import plan_page
 from trainer_plugins.report.html.snapshot_data import snapshot_data
-from trainer_plugins.report.html.step_times import pace_chart, rate_chart
 from trainer_plugins.report.summary import (
     SLACK_SECONDS,
     RankPeaks,
@@ -74,15 +80,14 @@ def run_page(
     rank = _rank_in_full(run, record)
     entries = run.timelines[rank]
     memory = memory_chart(rank, entries, during, noted, _read_planned_peaks(plan))
-    pace = pace_chart(rank, entries, during)
-    rate = rate_chart(rank, entries, during, _num_rows_a_step(run, folder))
+    pace = pace_chart(rank, entries, during, _num_rows_a_step(run, folder))
     ranks = _small(run, during)
     case = _case(record, folder)
-    charts = filter(None, (memory, pace, rate, *ranks))
+    charts = filter(None, (memory, pace, *ranks))
     snapshots = [] if case is None else [snapshot_data(case, "What torch's snapshot holds")]
     return page(
         "run.html.jinja",
-        {"charts": {each.name: each.describe() for each in charts}, "snapshots": snapshots},
+        {"charts": {each.name: asdict(each) for each in charts}, "snapshots": snapshots},
         folder=folder,
         verdict=verdict(run, answer, ending),
         is_bad=ending is not None or bool(failures),
@@ -91,11 +96,9 @@ def run_page(
         strategies=[*strategies_of(run.timelines), *places_of(run)],
         answer=answer,
         grades=GRADES,
-        rank=rank,
         memory=memory,
         failures=failures_in_words(entries),
         pace=pace,
-        rate=rate,
         ranks=ranks,
         odd_one=odd_one(run.timelines),
         beside=_beside(plan, run),

@@ -1,0 +1,275 @@
+"""Judge the facts of a record or a snapshot: each cause once, in the order of `JUDGES`.
+
+To add a cause, write its judge here, its remedies in `trainer_plugins/advice/for_causes.py`, and
+fill in new facts in `trainer_plugins/explain/run/facts.py` or
+`trainer_plugins/explain/snapshot/facts.py`. `tests/explain/test_planted.py` plants a run that shows
+it, `tests/explain/test_snapshot.py` a snapshot.
+"""
+
+from collections.abc import Callable, Mapping
+
+from trainer_plugins.explain.answer import Cause
+from trainer_plugins.explain.facts import OomFacts
+from trainer_plugins.explain.shared import FRAGMENTED_FRACTION, is_in_pieces
+from trainer_plugins.units import size
+
+_BATCH = "the batch was {num_rows} x {num_tokens} tokens"
+_LOGITS = "logits and loss already held {logits_bytes}"
+_HAPPENED = "it happened in {where}; the request was {requested_bytes}"
+_STATES = "parameters held {parameter_bytes}, gradients {gradient_bytes}, states {states_bytes}"
+# The cause that the run's work shows, and its evidence, by `OomFacts.moment` and `OomFacts.part`.
+_OF_WORK: Mapping[str, tuple[str, ...]] = {
+    "resume": (
+        "resume-load",
+        "it happened in {where}, before training went on",
+        "the request was {requested_bytes}, with {allocated_bytes} in tensors",
+    ),
+    "save": ("save-gather", _HAPPENED),
+    "generate": (
+        "generate-cache",
+        "it happened in {where}; training keeps {kept_by_training_bytes} on the card",
+    ),
+    "load": (
+        "load-too-large",
+        "no step had begun; tensors held {allocated_bytes} of {capacity_bytes}",
+    ),
+    "metrics": ("eval-metrics", "the request was {requested_bytes}, in {place}"),
+    "outputs": ("eval-logits", "outputs of earlier batches held {kept_bytes}", _HAPPENED),
+    "evaluation": (
+        "eval-batch",
+        "it happened in {where}, with {num_eval_rows} rows",
+        _BATCH,
+        "training keeps {kept_by_training_bytes} on the card meanwhile",
+    ),
+    "states": (
+        "optimizer-state",
+        "it was the first step of the run, which creates the states",
+        _STATES,
+    ),
+    "temporaries": (
+        "optimizer-state",
+        "it happened in {where}: temporaries of the step, as large as the weights",
+        _STATES,
+    ),
+    "optimizer": ("optimizer-state", "it happened in {where}", _STATES),
+    "gather": ("zero3-gather", _HAPPENED, "gathered parameters held {gathered_bytes}"),
+    "loss": ("logits-loss", _LOGITS),
+    "logits": ("logits-loss", _LOGITS),
+}
+_LIKELY = ("load", "gather", "logits")
+
+
+def causes_of(facts: OomFacts, first: tuple[str, ...] = ()) -> tuple[Cause, ...]:
+    """Return the causes that the facts show, the decisive one first; at least one.
+
+    Args:
+        facts: the facts.
+        first: codes that lead whatever else is shown, the first of them first.
+    """
+    found = [one for judge in JUDGES if (one := judge(facts)) is not None]
+    rank = {code: at for at, code in enumerate(first)}
+    found.sort(key=lambda each: rank.get(each.code, len(first)))
+    shown = [each for each in found if each.grade != "possible"]
+    if not shown or (facts.missing_bytes or 0) > 0:
+        shown.append(_capacity(facts))
+    return (*shown, *(each for each in found if each.grade == "possible"))
+
+
+def _work(facts: OomFacts, work: str) -> Cause | None:
+    if not work:
+        return None
+    code, *sentences = _OF_WORK[work]
+    return facts.cause(code, *sentences, is_sure=work not in _LIKELY)
+
+
+def _others(facts: OomFacts) -> Cause | None:
+    if not facts.others:
+        return None
+    return facts.cause(
+        facts.others,
+        "of {capacity_bytes}, {foreign_bytes} are others', {allocated_bytes} were in tensors of"
+        " this run and {free_bytes} free",
+        "{neighbours}",
+        "without it the refused {requested_bytes} would have fitted"
+        if facts.foreign_bytes
+        else "at an earlier OOM this process could hold {earlier_bytes}, at the last one"
+        " {last_bytes}",
+        summary=""
+        if facts.foreign_bytes
+        else "something outside this allocator took part of the card in between",
+        is_sure=facts.is_listed,
+        lost_bytes=facts.lost_bytes,
+        doubt=""
+        if facts.foreign_bytes
+        else "nvidia-smi shows whether it is another process, NCCL or a library",
+    )
+
+
+def _leftover(facts: OomFacts) -> Cause | None:
+    """Judge copies of the run's own model that are still alive."""
+    if not _is_much(facts.copies_bytes, facts):
+        return None
+    return facts.cause(
+        "leftover",
+        "the others take {copies_bytes} in addition to the {largest_model_bytes} of the largest",
+        summary="{num_models} models of the class {model} are on the card: an earlier run, or a"
+        " second copy, is still held",
+        num_models=facts.num_models,
+        held_bytes=facts.copies_bytes,
+    )
+
+
+def _second_model(facts: OomFacts) -> Cause | None:
+    if not _is_much(facts.second_bytes, facts):
+        return None
+    weights = "{second_bytes} of {capacity_bytes} are the weights of {second_model}"
+    return facts.cause("second-copy", weights, is_sure=False, held_bytes=facts.second_bytes)
+
+
+def _is_much(num_bytes: int | None, facts: OomFacts) -> bool:
+    return (num_bytes or 0) >= max(1, 0.1 * (facts.numbers.capacity_bytes or 0))
+
+
+def _leak(facts: OomFacts) -> Cause | None:
+    if facts.risen_bytes is None and facts.leaked_bytes is None:
+        return None
+    return facts.cause(
+        "leak",
+        "{bytes_a_step} more after each step, {risen_bytes} from step {first_step} to {last_step}",
+        "{noted}",
+        "{holders}",
+        "{leaked_bytes} come from {num_steps} of the {num_earlier_steps} earlier steps in the"
+        " trace; most, {most_bytes}, from {leaks_from}",
+        summary="{leaked_bytes} of earlier steps are still alive: something keeps their tensors"
+        if facts.leaked_bytes
+        else "live memory has risen from step to step since step {first_step}: something keeps"
+        " tensors",
+        place=facts.leaks_from,
+        is_sure=facts.noted,
+        doubt=""
+        if facts.noted or facts.holders
+        else "Look for a list, a metric or a hook that"
+        " keeps a tensor with its graph (`loss` instead of `loss.item()`)",
+    )
+
+
+def _fragmentation(facts: OomFacts) -> Cause | None:
+    numbers = facts.numbers
+    asked, free, unused = (
+        each or 0 for each in (numbers.requested_bytes, numbers.free_bytes, numbers.unused_bytes)
+    )
+    total, helps = numbers.capacity_bytes or 0, facts.setting_that_helps
+    # A leak leaves gaps too, which a snapshot tells apart.
+    missing = facts.missing_bytes
+    if facts.leaked_bytes or (missing or 0) > 0:
+        return None
+    if not helps and not is_in_pieces(asked, unused, free, total):
+        return None
+    peak = facts.highest_peak_bytes or 0
+    fitted_before = (numbers.allocated_bytes or 0) + asked <= peak
+    # If no earlier step was as large, a little fragmentation may be chance.
+    is_much = unused >= 0.1 * total or missing is not None
+    return facts.cause(
+        "fragmentation",
+        "{requested_bytes} were asked for in one piece; {unused_bytes} lay unused in the"
+        " allocator's segments, and {free_bytes} were free",
+        "earlier steps needed as much, {highest_peak_bytes}" if fitted_before else "",
+        "replayed with {setting_that_helps}, the same trace fits",
+        summary=""
+        if missing is None
+        else "{unused_bytes} were reserved but unused, in pieces too small for the request",
+        grade="certain" if helps or fitted_before else "likely" if is_much else "possible",
+        is_sure=helps or fitted_before,
+        doubt=f"Not confirmed by a replay: {facts.why_none_helps}"
+        if facts.why_none_helps
+        else "whether the rest of the step would have fitted",
+        highest_peak_bytes=facts.highest_peak_bytes,
+        setting_that_helps=helps,
+        in_use_bytes=facts.in_use_bytes,
+        capacity_bytes=total,
+        spare_without_gaps_bytes=None if missing is None else -missing,
+    )
+
+
+def _quadratic(facts: OomFacts) -> Cause | None:
+    if facts.length is None:
+        return None
+    return facts.cause(
+        "quadratic-attention",
+        "{requested_bytes} were asked for: {num_rows} rows x {num_heads} heads x {num_tokens}"
+        " x {length}",
+    )
+
+
+def _logits(facts: OomFacts) -> Cause | None:
+    if facts.num_words is None:
+        return None
+    return facts.cause(
+        "logits-loss",
+        "{requested_bytes} were asked for; logits of {num_rows} rows of {num_tokens} tokens over"
+        " {num_words:,} words are {logits_bytes} in fp32",
+        is_sure=facts.is_of_logits,
+    )
+
+
+def _long_sample(facts: OomFacts) -> Cause | None:
+    if facts.needed_bytes is None and facts.earlier_request_bytes is None:
+        return None
+    return facts.cause(
+        "long-sample",
+        "{num_earlier_steps} steps before it needed at most {highest_peak_bytes}; this one at least"
+        " {needed_bytes}",
+        _BATCH,
+        "in {num_earlier_steps} earlier steps {place} asked for {earlier_request_bytes} at most,"
+        " and now for {requested_bytes}: {times} times as much",
+        summary="this batch needed more memory than any before it: a long sample, or many at once",
+        is_sure=False,
+    )
+
+
+def _capacity(facts: OomFacts) -> Cause:
+    numbers, missing = facts.numbers, facts.missing_bytes
+    is_short, is_counted = (missing or 0) > 0, facts.of_the_batch_bytes is not None
+    is_little = (numbers.unused_bytes or 0) < FRAGMENTED_FRACTION * (numbers.capacity_bytes or 0)
+    return facts.cause(
+        "capacity",
+        "this process may use only {limit_bytes} of {capacity_bytes}",
+        "{where} asked for {requested_bytes} more; tensors held {allocated_bytes} of"
+        " {capacity_bytes}, and {free_bytes} were free",
+        "{kept_by_training_bytes} are weights, gradients, states, {of_the_batch_bytes} the batch",
+        _BATCH if is_counted else "",
+        "the largest part, {most_bytes}, comes from {largest_line}",
+        "not fragmentation: without gaps {missing_bytes} were missing, and only {unused_bytes} were"
+        " reserved but unused"
+        if is_short
+        else "not fragmentation: {unused_bytes} unused"
+        if is_little and missing is None
+        else "",
+        summary="the live tensors need more than this card has: {category}",
+        grade="certain" if is_short else "likely" if is_counted else "possible",
+        is_sure=is_counted,
+        doubt="live tensors could not be counted"
+        if missing is None
+        else "The file does not record the card's size: if it has much more than"
+        f" {size(numbers.capacity_bytes or 0)}, another process held the rest, which nvidia-smi"
+        " shows",
+        kept_by_training_bytes=facts.kept_by_training_bytes,
+        missing_bytes=missing,
+        largest_category=facts.largest_category or None,
+        largest_category_bytes=facts.largest_category_bytes,
+    )
+
+
+JUDGES: tuple[Callable[[OomFacts], Cause | None], ...] = (
+    lambda facts: facts.error,
+    _others,
+    _leftover,
+    lambda facts: _work(facts, facts.moment),
+    _leak,
+    lambda facts: _work(facts, facts.part),
+    _fragmentation,
+    _quadratic,
+    _logits,
+    _long_sample,
+    _second_model,
+)  # the first match leads; the others follow as also possible
