@@ -120,8 +120,8 @@ def with_its_own_forward(wraps=False):
 
 
 def of_another_type():
-    model = tiny_llama()
-    model.loss_type = "ForSequenceClassification"
+    model = tiny_llama().double()
+    model.loss_type = "ForMaskedLM"
     return model
 
 
@@ -196,10 +196,6 @@ CASES: dict[str, tuple] = {
     "wrapped forward": (
         {"model": lambda: with_its_own_forward(wraps=True)},
         "the forward of this LlamaForCausalLM was replaced by tests",
-    ),
-    "loss_type": (
-        {"model": of_another_type},
-        "the loss_type 'ForSequenceClassification' of LlamaForCausalLM is not",
     ),
     "a class that names a loss_type": (
         {"model": lambda: Coupled()},
@@ -284,8 +280,12 @@ def test_refused_when_it_is_attached(tmp_path, case: str, caplog) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"trainer_class": StepInTwo}, {"model": lambda: adalora(weight=0.0)}],
-    ids=["compute_loss in a method of its own", "AdaLoRA without its term"],
+    [
+        {"trainer_class": StepInTwo},
+        {"model": lambda: adalora(weight=0.0)},
+        {"model": of_another_type},
+    ],
+    ids=["compute_loss in a method of its own", "AdaLoRA without its term", "loss_type"],
 )
 def test_what_is_like_them_and_adds_up_is_divided(tmp_path, options) -> None:
     def make():

@@ -46,29 +46,12 @@ def find_replaced_loss(model: nn.Module) -> str:
         if is_library(owner.__module__) and any(map(is_users_function, walk_wrapped(forward))):
             return f"{owner.__name__}.forward was replaced by {name_of(forward)}"
     loss_type = getattr(module, "loss_type", None)
-    if loss_type is None:
-        return ""
     if loss_type in LOSS_MAPPING and is_users_function(LOSS_MAPPING[loss_type]):
         return (
             f"the entry {loss_type!r} of transformers' LOSS_MAPPING is "
             f"{name_of(LOSS_MAPPING[loss_type])}"
         )
-    if not any(str(loss_type) in c.__name__ or _sets(c, loss_type) for c in type(module).__mro__):
-        return (
-            f"the loss_type {loss_type!r} of {type(module).__name__} is not the one of its class, "
-            "and was set"
-        )
     return ""
-
-
-def _sets(owner: type, loss_type: object) -> bool:
-    """Return whether a transformers class sets this `loss_type` itself, as T5Gemma does."""
-    if not owner.__module__.startswith("transformers.models."):
-        return False
-    try:
-        return f'loss_type = "{loss_type}"' in inspect.getsource(owner)
-    except OSError:  # its source is not installed
-        return False
 
 
 def _around_the_loss(model: nn.Module) -> Iterator[nn.Module]:
