@@ -119,16 +119,8 @@ class Comparison:
             yield samples[min(place, len(samples) - 1)] if samples else self._lent
 
     def describe(self, told: Measurement) -> str:
-        """Report that no weight fits, with the numbers, or that equal rows differ in each pass."""
+        """Report that no weight fits, with the numbers."""
         self._is_gradient = told.is_gradient
-        first, second = (self._pass(told.sample.whole) for _ in range(2))
-        if not isinstance(first, DidNotFit) and not isinstance(second, DidNotFit):
-            noise = self._farthest(_error(first, [second]))
-            if noise > told.tolerance:
-                return (
-                    f"two passes over the same {told.sample.num} examples differ by {noise:.1e} "
-                    f"although they drew no random numbers, {_NOT_MEASURABLE}"
-                )
         if min(told.errors.values()) >= _NOT_A_NUMBER:
             return f"the {self._what} of a part is not a number: measured on {told.words}"
         tried = []
