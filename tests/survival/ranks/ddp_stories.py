@@ -418,7 +418,7 @@ def refused(name: str) -> str:
 GATHERS = "gather_across_devices"
 REFUSED = {
     GATHERS: "GatheringRanking with gather_across_devices compares rows of all ranks",
-    "static_graph": "DDP with static_graph repeats its first backward pass",
+    "static_graph": "DDP with static_graph replays its first backward pass",
     "gradient_as_bucket_view": "DDP with gradient_as_bucket_view does not show which gradients are final",
     "comm_hook": "a DDP communication hook may run out of memory itself",
     "comm_hook, late": "a DDP communication hook may run out of memory itself",
