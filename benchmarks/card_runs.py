@@ -399,7 +399,7 @@ def train(asked: Path, folder: Path, room_bytes: int) -> None:
     module.write, of_card.counters = with_facts, dict
     observe.record()
     observe.watch_trainers()
-    of_request.main(str(asked))
+    of_request.train_request(str(asked))
 
 
 def _facts() -> dict[str, Any]:

@@ -28,17 +28,8 @@ _NEWNS, _NEWUTS, _NEWUSER, _NEWNET = 0x00020000, 0x04000000, 0x10000000, 0x40000
 
 _AS_THEY_ARE = ("/proc", "/sys", "/dev")
 _READ_ONLY = (
-    "/usr",
-    "/bin",
-    "/sbin",
-    "/lib",
-    "/lib32",
-    "/lib64",
-    "/libx32",
-    "/etc",
-    "/boot",
-    "/nix",
-)
+    "/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc", "/boot", "/nix",
+)  # fmt: skip
 
 
 def build_wall(scratch: Path, real: Iterable[Path], *, has_network: bool) -> None:

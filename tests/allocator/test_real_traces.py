@@ -1,4 +1,4 @@
-"""What real CUDA cards did, repeated address by address: by the model, and by simgpu's C++.
+"""What real CUDA cards did, repeated by the model address by address.
 
 `benchmarks/results/traces.txt` says whose traces these are, `docs/internals/measurements.md` what they do
 not show. Each of these changes to the model, alone, turns `test_the_model_does_what_the_card_did`
@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks.snapshots import read, write
 from benchmarks.traces import KEPT, main
@@ -24,7 +23,7 @@ from trainer_plugins.allocator.addresses import Pool
 from trainer_plugins.allocator.model import AllocatorFull, AllocatorModel, Block
 from trainer_plugins.snapshot.replay import ModelCard, Outcome, replay
 from trainer_plugins.snapshot.trace import NotModelledError, Trace
-from trainer_plugins.units import GIB, KIB, MIB
+from trainer_plugins.units import KIB, MIB
 
 FILES = sorted(KEPT.glob("*.json.gz"))
 IDS = [path.name.removesuffix(".json.gz") for path in FILES]
@@ -113,56 +112,6 @@ def test_another_rule_does_not_pass(name, monkeypatch):
             return False
 
     assert not all(map(is_same, traces))
-
-
-class SimulatedCard(ModelCard):
-    """Replays on simgpu's C++, with the addresses of the trace, moved to where nothing else is."""
-
-    def __init__(self, simgpu, only: Trace) -> None:
-        self._simgpu = simgpu
-        taken = [event.address for event in only.events if event.action == "segment_alloc"]
-        lowest = min([*taken, *(segment.address for segment in only.segments)])
-        self._shift = 0x2000_0000_0000 - lowest // (2 * MIB) * (2 * MIB)
-        self._tensors: dict[int, torch.Tensor] = {}
-
-    @property
-    def reserved_bytes(self) -> int:
-        return torch.accelerator.memory_reserved()
-
-    @property
-    def peak_bytes(self) -> int:
-        return torch.accelerator.memory_stats()["reserved_bytes.all.peak"]
-
-    def start(self, capacity_bytes: int | None) -> None:
-        assert capacity_bytes is None
-        torch.accelerator.reset_peak_memory_stats()
-
-    def place_next(self, address: int, num_bytes: int) -> None:
-        self._simgpu.place_next_segment(address + self._shift)
-
-    def malloc(self, num_bytes: int, stream: int) -> int:
-        tensor = torch.empty(num_bytes, dtype=torch.uint8, device="simgpu")
-        address = tensor.data_ptr() - self._shift
-        self._tensors[address] = tensor
-        return address
-
-    def free(self, address: int) -> None:
-        del self._tensors[address]
-
-    def empty_cache(self) -> None:
-        torch.accelerator.empty_cache()
-
-
-@pytest.mark.parametrize(
-    "name", ["cold-few", "cold-wsl-forward-mixed", "growth-forward-mixed", "warm-growth-bf16"]
-)
-def test_the_simulated_card_does_what_the_card_did(simgpu, name):
-    simgpu.set_capacity(96 * GIB)
-    only = trace(name)
-    outcome = replay(only, SimulatedCard(simgpu, only))
-    assert outcome.first_difference is None
-    assert outcome.same_address == outcome.allocations > 0
-    assert outcome.replayed_peak_bytes == outcome.peak_bytes
 
 
 @pytest.fixture

@@ -67,7 +67,7 @@ def test_faults_of_the_environment_are_found_without_torch(tmp_path: Path) -> No
         (("--seq-length", "long"), "Invalid value for '--seq-length'"),
         (("--accelerate-config", "/nowhere.yaml"), "cannot be read"),
         (("--model", "/nowhere"), "no model config at /nowhere"),
-        (("--gpu", "h1000"), "no card is named"),
+        (("--gpu", "h1000"), "unknown GPU"),
         (("8",), "cannot run 8: No such file or directory"),
         (("--batch-size", "8"), "knows --batch_size: is it --per-device-train-batch-size?"),
         (("--bf61", "True"), "knows --bf61: is it --bf16?"),

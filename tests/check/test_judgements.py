@@ -201,7 +201,11 @@ CHANGED = [
         "plan-host-memory",
         Severity.ERROR,
     ),
-    (replace(HEALTHY, no_plan="not predicted: torch_compile"), "plan-not-made", Severity.INFO),
+    (
+        replace(HEALTHY, no_plan="a plan cannot predict torch_compile"),
+        "plan-not-made",
+        Severity.INFO,
+    ),
     (replace(HEALTHY, failed=("the data: OSError: gone",)), "check-not-made", Severity.INFO),
 ]
 

@@ -54,10 +54,7 @@ def variations(
         fits = fitting.items() <= run.changed.items()
         peak = MomentPeak(allocated_bytes=_SHORT, reserved_bytes=_SHORT)
         moments = {**_PLAN.moments, **dict.fromkeys(short, peak)}
-        plan = replace(
-            _PLAN,
-            planned={"model": f"LlamaForCausalLM, trained by {trainer}"},
-        )
+        plan = replace(_PLAN, planned={"model": f"LlamaForCausalLM, trained by {trainer}"})
         if not fits:
             plan = replace(plan, fits=False, nvidia_smi_peak_bytes=_SHORT, moments=moments)
             halved = {8: 0, 4: frees}[int(str(run.changed.get("per_device_eval_batch_size", 8)))]

@@ -24,10 +24,7 @@ WITHOUT_NAMESPACES = [
     'echo 0 > /proc/sys/user/max_mnt_namespaces && exec "$@"',
     "sh",
 ]
-WALLS = [
-    pytest.param([], id="namespaces"),
-    pytest.param(WITHOUT_NAMESPACES, id="refused"),
-]
+WALLS = [pytest.param([], id="namespaces"), pytest.param(WITHOUT_NAMESPACES, id="refused")]
 
 DOES = """
 import os, pathlib, shutil, socket, subprocess, sys, urllib.request
@@ -197,11 +194,7 @@ Trainer(model, args, train_dataset=rows, eval_dataset=rows[:8], callbacks=[Best(
     ("behind", "words", "exit_code", "said"),
     [
         pytest.param([], (), 0, "Fits", id="namespaces"),
-        pytest.param(
-            *([], ("push",), 2, "OfflineModeIsEnabled"),
-            id="hub",
-            marks=pytest.mark.all,
-        ),
+        pytest.param(*([], ("push",), 2, "OfflineModeIsEnabled"), id="hub", marks=pytest.mark.all),
         pytest.param(
             *(WITHOUT_NAMESPACES, (), 2, "allow some with --allow-writes PATH (at "),
             id="refused",

@@ -47,13 +47,13 @@ def test_it_says_how_to_get_it(tmp_path: Path, monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--gpu", "h1000"), "no card is named 'h1000'"),
+        (("--gpu", "h1000"), "unknown GPU 'h1000'"),
         (("--gpu", "24GiB", "--lora-r", "8"), "--lora-r: a command after -- sets this itself"),
         (
             ("--gpu", "24GiB", "--model", "m", "--host-memory", "9GiB"),
             "--model, --host-memory: a command",
         ),
-        (("--gpu", "24GiB", "--explain-change", "magic"), "no change has the name 'magic'"),
+        (("--gpu", "24GiB", "--explain-change", "magic"), "unknown change 'magic'"),
         (
             ("--gpu", "24GiB", "--snapshot", "/nowhere/x.pickle"),
             "must be a file in an existing folder",
@@ -71,7 +71,7 @@ def test_a_stray_word_beside_a_model_is_no_command(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     done = CliRunner().invoke(app, ["plan", "--model", str(tmp_path), "--gpu", "24GiB", "8"])
     assert done.exit_code == 2
-    assert "neither plan nor TrainingArguments has an option 8" in done.stderr
+    assert "unknown option 8: neither plan nor TrainingArguments has it" in done.stderr
 
 
 def test_a_file_of_another_program_is_left_to_that_program() -> None:

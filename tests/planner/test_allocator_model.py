@@ -105,33 +105,6 @@ def test_nothing_is_left_behind(rules):
     assert (model.allocated_bytes, model.reserved_bytes) == (0, 0)
 
 
-def test_expandable_segments_grow_where_others_are_left_with_holes():
-    def reserved_after(rules: AllocatorRules) -> int:
-        model = AllocatorModel(2 * GIB, rules)
-        for megabytes in (100, 120, 140, 160):  # a run whose sequences grow
-            model.free(model.malloc(megabytes * MIB))
-        return model.reserved_bytes
-
-    assert reserved_after(EXPANDABLE) == 160 * MIB
-    assert reserved_after(AllocatorRules()) == 520 * MIB
-
-
-def test_expandable_segments_fit_where_others_do_not():
-    """A live block of 100 MiB in a segment of 600 holds all of it, but for a segment that gives single pages back."""
-    fragmented = AllocatorModel(700 * MIB)
-    fragmented.free(fragmented.malloc(600 * MIB))
-    fragmented.malloc(100 * MIB)
-    with pytest.raises(AllocatorFull):
-        fragmented.malloc(550 * MIB)
-    assert (fragmented.reserved_bytes, fragmented.num_retries) == (600 * MIB, 1)
-
-    grown = AllocatorModel(700 * MIB, EXPANDABLE)
-    grown.free(grown.malloc(600 * MIB))
-    grown.malloc(100 * MIB)
-    assert grown.malloc(550 * MIB).size_bytes == 550 * MIB
-    assert grown.num_retries == 0
-
-
 def test_blocks_above_max_split_size_are_kept_whole():
     model = AllocatorModel(GIB, AllocatorRules(max_split_bytes=40 * MIB))
     model.free(model.malloc(100 * MIB))

@@ -5,6 +5,7 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -52,21 +53,14 @@ def make(simgpu, make_trainer):
 
 
 def evaluating(make_trainer) -> Trainer:
-    settings = {
+    settings: dict[str, Any] = {
         "max_steps": 4,
         "per_device_train_batch_size": 8,
-        "save_strategy": "steps",
-        "save_steps": 4,
+        "per_device_eval_batch_size": 4,
     }
-    made = make_trainer(
-        MemoryWatchdog(),
-        StrategyInForce(),
-        model=tiny_llama(),
-        eval_strategy="steps",
-        eval_steps=4,
-        per_device_eval_batch_size=4,
-        **settings,
-    )
+    settings |= {"save_strategy": "steps", "save_steps": 4, "eval_strategy": "steps"}
+    callbacks = (MemoryWatchdog(), StrategyInForce())
+    made = make_trainer(*callbacks, model=tiny_llama(), eval_steps=4, **settings)
     made.train_dataset, made.eval_dataset = token_rows(32), token_rows(16)
     assert isinstance(made, Trainer)
     return made
@@ -189,7 +183,7 @@ def refusals(plan: MemoryPlan, folder: Path) -> None:
     foreign = calibrate(plan, folder)
     assert foreign.kept_in is None
     assert not context_file("simgpu").exists()
-    assert "is more than a context has" in foreign.remarks[-1]
+    assert "is more than a context, which" in foreign.remarks[-1]
 
 
 def test_runs_without_readings_are_bad_input(tmp_path):
@@ -223,16 +217,8 @@ def test_the_command_compares_and_keeps(cache, make, tmp_path):
     trainer.train()
     config = tmp_path / "config.json"
     config.write_text(json.dumps(trainer.model.config.to_dict()))
-    asked = [
-        "--model",
-        str(config),
-        "--seq-length",
-        "128",
-        "--per_device_train_batch_size",
-        "8",
-        "--gpu",
-        "4GiB",
-    ]
+    flags = "--seq-length 128 --per_device_train_batch_size 8 --gpu 4GiB"
+    asked = ["--model", str(config), *flags.split()]
     done = CliRunner().invoke(
         app, ["plan", *asked, "--calibrate", trainer.args.output_dir, "--json"]
     )

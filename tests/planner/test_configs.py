@@ -57,11 +57,11 @@ def planned(config, *flags, **how):
     return replace(request(config, *flags, rows=4, **how), card=None)
 
 
-BUILT = "the config builds no model: "
+BUILT = "transformers cannot build the model of this config: "
 STRICT = f"{BUILT}StrictDataclassFieldValidationError: Validation error for field"
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"architectures": ["os.system"]}, 'architectures is ["os.system"]: transformers'),
-    ({"architectures": ["AutoConfig"]}, "has no model of that name"),
+    ({"architectures": ["AutoConfig"]}, "has no such model"),
     ({"architectures": ["BertForMaskedLM"]}, "a class of the model_type 'bert'"),
     ({"architectures": "LlamaForCausalLM"}, "architectures"),
     ({"model_type": ["llama"]}, f"{BUILT}TypeError"),
@@ -139,7 +139,7 @@ def test_a_wrong_value_is_said_as_the_library_says_it(outcomes, name, line):
 
 def test_a_row_of_text_is_not_measured_against_the_positions_of_sounds(outcomes):
     assert isinstance(outcomes["hearing"], NotPredicted), outcomes["hearing"]
-    assert "from a config alone: give plan_run a Trainer" in str(outcomes["hearing"])
+    assert "from its config alone: pass your Trainer to plan_run" in str(outcomes["hearing"])
 
 
 @pytest.mark.parametrize(

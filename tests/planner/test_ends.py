@@ -64,7 +64,7 @@ class Hoards(Trainer):
 def test_a_prediction_that_takes_ever_more_of_main_memory_is_stopped(make_trainer, monkeypatch):
     machine = psutil.virtual_memory()._replace(total=4 * GIB)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: machine)
-    with pytest.raises(PlanError, match=r"stopped at [23]\.\d+ GiB of main memory"):
+    with pytest.raises(PlanError, match=r"took [23]\.\d+ GiB of main memory, and was stopped"):
         plan_run(make_trainer(trainer_class=Hoards))
 
 
@@ -113,38 +113,21 @@ def test_a_file_of_the_user_is_not_taken_for_a_module_of_python(tmp_path):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (
-            ["--timeout", "-1"],
-            "the time limit is a number of seconds, above 0 and at most a week, got -1",
-        ),
+        (["--timeout", "-1"], "--timeout must be above 0 and at most a week, in seconds, got -1"),
         (["--timeout", "0"], "got 0"),
-        (["--timeout", "nan"], "the time limit is a number of seconds"),
-        (["--timeout", "inf"], "the time limit is a number of seconds"),
-        (
-            ["--timeout", "-1", "--search", "--gpu", "24GiB"],
-            "the time limit is a number of seconds",
-        ),
-        (
-            ["--seq-length", str(10**15)],
-            "a sequence length is a number of tokens from 1 to 16,777,216, got 1,000,000,",
-        ),
-        (["--seq-length", "0"], "got 0"),
+        (["--timeout", "nan"], "--timeout must be above 0"),
+        (["--timeout", "inf"], "--timeout must be above 0"),
+        (["--timeout", "-1", "--search", "--gpu", "24GiB"], "--timeout must be above 0"),
+        (["--seq-length", "0"], "--seq-length must be at least 1, got 0"),
         (["--seq-length", "-5"], "got -5"),
-        (["--target-length", "0"], "a target length is a number of tokens"),
+        (["--target-length", "0"], "--target-length must be at least 1, got 0"),
         (["--per_device_train_batch_size", "-1"], "must be at least 1, got -1"),
         (["--eval_accumulation_steps=0"], "--eval_accumulation_steps must be at least 1"),
         (["--learning_rate", "nan"], "--learning_rate needs a finite number, got nan"),
-        (["--seq-length", "513"], "a row has 513 tokens (--seq-length), and the model has"),
-        (["--eval-batches", "-1"], "an evaluation has from 1 to 16,777,216 batches, got -1"),
+        (["--seq-length", "513"], "--seq-length 513 is more than the model's 512 positions ("),
+        (["--eval-batches", "-1"], "--eval-batches must be at least 1, got -1"),
         (["--lora-r", "0"], "--lora-r is a rank from 1"),
-        (
-            ["--per_device_train_batch_size", str(10**15)],
-            "per_device_train_batch_size is a number of rows from 1 to",
-        ),
-        (
-            ["--per_device_train_batch_size", "0"],
-            "--per_device_train_batch_size must be at least 1, got 0",
-        ),
+        (["--per_device_train_batch_size", "0"], "batch_size must be at least 1, got 0"),
     ],
 )
 def test_numbers_that_nobody_can_mean_are_refused(words, says):
@@ -161,12 +144,6 @@ def test_a_config_that_nests_without_end_is_none(tmp_path):
 
     assert done.exit_code == 2
     assert f"{tmp_path / 'config.json'} is not JSON" in done.stderr
-
-
-@pytest.mark.parametrize("seconds", [0, -1, float("inf"), float("nan")])
-def test_a_time_out_that_is_none(seconds):
-    with pytest.raises(PlanError, match="the time limit is a number of seconds"):
-        plan_run({"model_type": "llama"}, {"output_dir": "runs"}, timeout_seconds=seconds)
 
 
 @pytest.mark.all

@@ -131,7 +131,7 @@ def test_what_the_hub_does_not_have_is_one_line(tmp_path: Path, hub: Hub) -> Non
     done = typed(tmp_path, "plan", "--model", "org/none", "--from-hub", *RUN, hub=hub)
     assert done.returncode == 2
     assert done.stderr.startswith(
-        "trainer-plugins plan: no config of the model org/none from the hub: 404"
+        "trainer-plugins plan: cannot download the config of org/none: 404"
     )
     assert len(done.stderr.splitlines()) == 1
 
@@ -140,5 +140,5 @@ def test_a_machine_without_the_hub_says_so(tmp_path: Path) -> None:
     done = typed(tmp_path, "plan", "--model", "org/small", "--from-hub", *RUN)
     assert done.returncode == 2
     assert done.stderr == (
-        "trainer-plugins plan: no config of the model org/small from the hub: HF_HUB_OFFLINE is set\n"
+        "trainer-plugins plan: cannot download the config of org/small: HF_HUB_OFFLINE is set\n"
     )

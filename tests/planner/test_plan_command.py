@@ -18,22 +18,12 @@ from trainer_plugins.units import MIB
 
 CONFIGS = Path(__file__).parent / "configs"
 CHECKPOINTING = (
-    "--gradient-checkpointing",
-    "True",
-    "--gradient-checkpointing-kwargs",
-    '{"use_reentrant": false}',
+    *("--gradient-checkpointing", "True"),
+    *("--gradient-checkpointing-kwargs", '{"use_reentrant": false}'),
 )
 QWEN_LORA = [
-    "--model",
-    str(CONFIGS / "qwen2.5-7b.json"),
-    "--lora-r",
-    "128",
-    "--seq-length",
-    "1024",
-    "--gpu",
-    "16GiB",
-    "--dtype",
-    "bf16",
+    *("--model", str(CONFIGS / "qwen2.5-7b.json")),
+    *("--lora-r", "128", "--seq-length", "1024", "--gpu", "16GiB", "--dtype", "bf16"),
 ]
 
 
@@ -109,8 +99,8 @@ def test_the_answer_is_few_lines_and_its_first_change_makes_the_run_fit(tmp_path
     ("arguments", "line"),
     [
         (["--model", "/no/such/place"], "no model config at /no/such/place"),
-        ([*QWEN_LORA, "--num-gpus", "0"], "--num-gpus: a run needs at least one, got 0"),
-        ([*QWEN_LORA, "--gpu", "gtx"], "no card is named 'gtx'"),
+        ([*QWEN_LORA, "--num-gpus", "0"], "--num-gpus must be at least 1, got 0"),
+        ([*QWEN_LORA, "--gpu", "gtx"], "unknown GPU 'gtx'"),
         ([*QWEN_LORA, "--peft-config", "adapter.json"], "both name an adapter to train"),
         (["--model", __file__], "is not JSON"),
     ],

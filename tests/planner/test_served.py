@@ -93,7 +93,7 @@ def test_deepspeed_trains_on_one_card_as_its_launcher_would_start_it() -> None:
 def test_ranks_by_the_thousand_are_rank_0_alone() -> None:
     plan = offloaded(num_gpus=1024)
     assert plan.num_gpus == 1024
-    assert "rank 0 of 1024 ran alone" in " ".join(plan.assumptions)
+    assert "only rank 0 of 1024 ran; " in " ".join(plan.assumptions)
 
 
 @pytest.mark.parametrize(
@@ -135,6 +135,18 @@ def test_one_memory_for_both_holds_python_and_its_libraries_too() -> None:
     assert one.fits is True
     short = predict_one(replace(asked, card=replace(card_of("gb10"), capacity_bytes=GIB)))
     assert short.fits is False
+
+
+@pytest.mark.all
+def test_settings_of_a_request_replace_those_of_the_environment(monkeypatch) -> None:
+    """The older name of the variable, which is read first, may be set for another run."""
+    asked = request(WIDE, sequence_length=LENGTH, allocator="expandable_segments:True")
+    expected = predict_one(asked)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
+    found = predict_one(asked)
+    assert found.reserved_peak_bytes == expected.reserved_peak_bytes
+    usual = predict_one(replace(asked, allocator=""))
+    assert usual.reserved_peak_bytes != expected.reserved_peak_bytes
 
 
 @pytest.mark.parametrize("quantisation", [None, {"load_in_4bit": True}])
@@ -234,7 +246,10 @@ def test_a_sound_and_a_picture_are_as_large_as_they_are_said_to_be() -> None:
     ("config", "line"),
     [
         (tiny(attn_implementation="flash_attention_2"), "FlashAttention2"),
-        (tiny(quantization_config={"quant_method": "gptq", "bits": 4}), "gptq has quantised"),
+        (
+            tiny(quantization_config={"quant_method": "gptq", "bits": 4}),
+            "a gptq checkpoint from its config alone",
+        ),
     ],
 )
 def test_what_needs_a_package_that_is_not_there_is_said(config, line: str) -> None:
@@ -247,7 +262,5 @@ def test_what_needs_a_package_that_is_not_there_is_said(config, line: str) -> No
 @pytest.mark.all
 def test_states_on_a_disk_have_no_plan() -> None:
     zero = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}}
-    with pytest.raises(
-        NotPredicted, match="offload_optimizer to NVMe: plan it with the device cpu"
-    ):
+    with pytest.raises(NotPredicted, match="offload_optimizer to NVMe: plan it with device cpu"):
         planned("--deepspeed", json.dumps({"zero_optimization": zero}), num_gpus=2)

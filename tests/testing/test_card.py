@@ -1,32 +1,7 @@
-import os
-import struct
-
 import pytest
 
 from trainer_plugins.testing.card import SimCard
 from trainer_plugins.units import GIB, MIB
-
-NO_SUCH_PID = 2**22 + 1  # above Linux' largest pid
-
-
-def test_layout_is_the_one_that_the_c_code_reads(tmp_path):
-    card = SimCard.create(
-        tmp_path / "card", 3 * GIB, uuid="GPU-5e5e5e5e-0000-0000-0000-000000000000"
-    )
-    card.hold(4242, 100, "python infer.py")
-    content = (tmp_path / "card").read_bytes()
-    assert len(content) == 4096
-    assert struct.unpack_from("<8sQ48s", content, 0) == (
-        b"SIMCARD1",
-        3 * GIB,
-        b"GPU-5e5e5e5e-0000-0000-0000-000000000000".ljust(48, b"\0"),
-    )
-    assert struct.unpack_from("<iIQ48s", content, 64) == (
-        4242,
-        0,
-        100,
-        b"python infer.py".ljust(48, b"\0"),
-    )
 
 
 def test_who_opens_the_file_sees_what_another_wrote(tmp_path):
@@ -53,18 +28,6 @@ def test_a_process_cannot_hold_what_is_not_free(tmp_path):
     assert card.used_bytes == 1000 * MIB, "a refused process holds what it held"
     card.hold(1001, 100 * MIB, "second")
     assert card.used_bytes == 800 * MIB
-
-
-def test_a_live_process_counts_while_it_exists_and_a_scripted_one_always(tmp_path):
-    card = SimCard.create(tmp_path / "card", GIB)
-    card.hold(NO_SUCH_PID, 1 * MIB, "gone", live=True)
-    card.hold(NO_SUCH_PID, 2 * MIB, "scripted")
-    card.hold(os.getppid(), 4 * MIB, "here", live=True)
-    assert [(pid, name) for pid, _, name in card.processes()] == [
-        (NO_SUCH_PID, "scripted"),
-        (os.getppid(), "here"),
-    ]
-    assert card.used_bytes == 6 * MIB
 
 
 def test_the_slots_can_all_be_taken(tmp_path):

@@ -23,7 +23,7 @@ _MOST_BYTES = 16 * GIB
 the kernel kills another program.
 """
 
-_FORKED = "trainer_plugins.inside.forked"
+_FORKED = "trainer_plugins.inside.of_request"
 _IMPORTS = (
     "transformers.trainer",
     _FORKED,
@@ -127,13 +127,13 @@ def _wait(
             held = _own_bytes(started)
             if held > most_bytes:
                 raise PlanError(
-                    f"the prediction was stopped at {size(held)} of main memory (it usually"
-                    " needs 1 to 3 GiB): the model is endless, or has too many layers"
+                    f"the dry run took {size(held)} of main memory, and was stopped: most take 1"
+                    " to 3 GiB. Does the model have far too many layers?"
                 )
             if any(map(_is_without_the_card, _family(started))):
                 raise PlanError(
-                    "the command starts a Python with torch in another environment (through"
-                    " sudo, env -i or similar), which would not use the dry card"
+                    "the command starts a Python without our environment (sudo, env -i, ...),"
+                    " which would not use the dry card: start it without that"
                 )
         raise _late(timeout_seconds)
     finally:
@@ -163,12 +163,8 @@ def _family(started: psutil.Process) -> list[psutil.Process]:
 
 
 def _is_without_the_card(each: psutil.Process) -> bool:
-    # Twice: mappings may change while we read them, and lines are then skipped.
-    return all(_lacks_the_card(Path(f"/proc/{each.pid}/maps")) for _ in range(2))
-
-
-def _lacks_the_card(path: Path) -> bool:
     with contextlib.suppress(OSError):
-        maps = path.read_text()
-        return "/libtorch_cpu.so" in maps and "/libdrycuda.so" not in maps
+        # Twice: mappings may change while we read them, and lines are then skipped.
+        reads = (Path(f"/proc/{each.pid}/maps").read_text() for _ in range(2))
+        return all("/libtorch_cpu.so" in maps and "/libdrycuda.so" not in maps for maps in reads)
     return False

@@ -1,6 +1,6 @@
 """Change a dry run: a command by its TrainingArguments and variables, or a config."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -9,13 +9,15 @@ import yaml
 from trainer_plugins import advice
 from trainer_plugins.advice.entry import flags_in
 from trainer_plugins.drycuda.dry_run import DryRun
+from trainer_plugins.planner.cards import Card
 from trainer_plugins.planner.compare import switches
 from trainer_plugins.planner.compare.switches import Switch, make_launch_switch, source_of
-from trainer_plugins.planner.plan import Category, MemoryPlan, PlanError, Proposal
+from trainer_plugins.planner.plan import Category, MemoryPlan, Moment, PlanError, Proposal
 from trainer_plugins.planner.request import PlanRequest
 from trainer_plugins.planner.tried import is_transformers_4, margin_bytes
 
 _SPARE_SHARE = 0.05  # the part of a card left free besides the planner's margin
+_OF_ROWS: tuple[Category, ...] = ("activations", "logits and loss")
 _SHARDED: tuple[Category, ...] = ("weights", "frozen weights", "gradients", "optimizer states")
 
 WAYS: tuple[tuple[Switch, ...], ...] = (
@@ -35,17 +37,12 @@ class Fitted(NamedTuple):
     """Holds arguments with which a command fits."""
 
     proposal: Proposal
+    # some of the TrainingArguments with which the command was planned
     planned: Mapping[str, object]
-    """Some of the TrainingArguments with which the command was planned."""
-
-    changed: Mapping[str, object]
-    """The TrainingArguments to change."""
-
-    rows_at_once: int = 0
-    """How many of the longest rows survival computes at once; 0 if all fit."""
-
+    changed: Mapping[str, object]  # the TrainingArguments to change
+    rows_at_once: int = 0  # how many of the longest rows survival computes at once; 0 if all fit
+    # whether to vouch to survival that the loss is a sum or a mean, as its code says
     vouches: bool = False
-    """Whether to vouch to survival that the loss is a sum or a mean, as its code says."""
 
 
 def effort(way: tuple[Switch, ...]) -> int:
@@ -78,7 +75,7 @@ def turn(run: DryRun, change: Switch) -> DryRun:
     variable, is_one, value = change.flags.partition("=")
     if is_one and variable.isupper():
         return replace(run, environment={**run.environment, variable: value}, snapshot=None)
-    raise PlanError("the command sets this itself: change it there")
+    raise PlanError("your command sets this itself: change it there")
 
 
 def possible_changes(
@@ -143,3 +140,31 @@ def _adapters(run: PlanRequest, *, is_alone: bool) -> Iterator[Switch]:
     is_spared = bool(switches.experts_in(source.config)) and not is_transformers_4()
     if not is_quantised and not is_spared and is_alone:
         yield switches.BASE_IN_4_BITS if has_adapter else switches.QLORA
+
+
+# Bounds from one plan for others, to skip hopeless runs.
+
+
+def short_moments(plan: MemoryPlan, card: Card) -> frozenset[Moment]:
+    """Return the moments of a plan at which it exceeds a card."""
+    margin = margin_bytes(card.capacity_bytes, "quantised" in plan.planned)
+    usable = card.capacity_bytes - card.context_bytes - margin
+    return frozenset(name for name, peak in plan.moments.items() if peak.allocated_bytes > usable)
+
+
+def least_bytes(plan: MemoryPlan, freed: Collection[Category], part: float) -> int:
+    """Return the smallest card that a run may need with part of its rows, without some categories.
+
+    The memory of rows shrinks at most in proportion. The peak may move to another, higher moment.
+    """
+    held = plan.breakdown
+    gone = sum(num_bytes for name, num_bytes in held.items() if name in freed)
+    of_rows = sum(held.get(name, 0) for name in _OF_ROWS if name not in freed)
+    least = plan.allocated_peak_bytes + plan.context_bytes - gone - int((1 - part) * of_rows)
+    return least + margin_bytes(least, "quantised" in plan.planned)
+
+
+def most_rows_by(plan: MemoryPlan, rows: int, spare_bytes: int) -> int:
+    """Return how many rows at once may fit if each takes as much as one row of this plan."""
+    of_a_row = sum(plan.breakdown.get(name, 0) for name in _OF_ROWS) / rows
+    return rows + int(spare_bytes / of_a_row) if of_a_row else 1 << 30

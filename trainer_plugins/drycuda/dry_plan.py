@@ -57,17 +57,12 @@ class DryAnswer(NamedTuple):
     """Holds the result of a dry run."""
 
     plan: MemoryPlan
-    arguments: Mapping[str, Any]
-    """The TrainingArguments of the run."""
-
-    tokens: int
-    """Of the longest row; 0 if rows have none."""
-
+    arguments: Mapping[str, Any]  # the TrainingArguments of the run
+    tokens: int  # of the longest row; 0 if rows have none
     is_fsdp: bool
+    # why survival would divide no batch of "training" and of "evaluation"; "unless vouched" says
+    # how the code of a custom loss computes, for which you have to vouch
     why_whole: Mapping[str, Sequence[str]] = {}
-    """Why survival would divide no batch of "training" and of "evaluation"; "unless vouched" says
-    how the code of a custom loss computes, for which you have to vouch.
-    """
 
 
 def dry_plan(run: DryRun, tell: Callable[[str], None]) -> DryAnswer:
@@ -310,9 +305,9 @@ def _unreliable(seen: Mapping[str, Any]) -> Iterator[str]:
     }
     if unwritten:
         calls = ", ".join(f"{name} ({number:,})" for name, number in sorted(unwritten.items())[:5])
-        yield f"functions without code of their own were called: {calls}"
+        yield f"the dry card only counts calls of some functions that may take memory: {calls}"
     for name, number in seen["unknown_shapes"].items():
-        yield f"{number:,} results of {name} have a shape that depends on values: they are empty"
+        yield f"{number:,} results of {name} were empty: their shape depends on values"
     if seen["num_ooms"] and not seen["died"]:
         yield f"it ran out of memory {seen['num_ooms']} times and continued"
     if seen["num_retries"]:

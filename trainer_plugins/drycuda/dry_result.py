@@ -34,8 +34,7 @@ class SmallestCard(NamedTuple):
     """Holds the smallest card on which all processes of a command complete."""
 
     card_bytes: int
-    fails_on_less: str | None
-    """The line whose allocation fails on a smaller card."""
+    fails_on_less: str | None  # the line whose allocation fails on a smaller card
 
 
 class DryResult:

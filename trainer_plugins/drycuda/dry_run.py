@@ -53,42 +53,24 @@ _ERROR = re.compile(r"(?:^|\]: )(?!\S*(?:ChildFailed|CalledProcess))[\w.]*(?:Err
 class DryRun:
     """Describes a command to run, and the cards of the machine that it is meant for."""
 
-    card: Card
-    """With `NO_CARD` the plan gives the memory, but not whether it fits."""
-
-    command: Sequence[str] = ()
-    """The program and its arguments."""
-
-    request: PlanRequest | None = None
-    """Trained instead of a command, by `inside/of_request.py`."""
-
+    card: Card  # with `NO_CARD` the plan gives the memory, but not whether it fits
+    command: Sequence[str] = ()  # the program and its arguments
+    request: PlanRequest | None = None  # trained instead of a command, by `inside/of_request.py`
     num_cards: int = 1
-    host: HostLimits = field(default_factory=HostLimits)
-    """The main memory of each machine."""
-
-    num_steps: int = 2
-    """Optimizer steps after which the training ends."""
-
-    alone: bool = False
-    """Run only rank 0, and assume that every other rank behaves like it."""
-
+    host: HostLimits = field(default_factory=HostLimits)  # the main memory of each machine
+    num_steps: int = 2  # optimizer steps after which the training ends
+    alone: bool = False  # run only rank 0, and assume that every other rank behaves like it
+    # the time limit, after which the command and every process it started are ended
     timeout_seconds: float = 600
-    """The time limit, after which the command and every process it started are ended."""
-
-    snapshot: Path | None = None
-    """Where to keep the allocator's snapshot of the fullest card."""
-
+    snapshot: Path | None = None  # where to keep the allocator's snapshot of the fullest card
+    # fields of TrainingArguments that replace the command's own
     changed: Mapping[str, object] = field(default_factory=dict)
-    """Fields of TrainingArguments that replace the command's own."""
-
+    # variables that the command gets besides those of this process
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables that the command gets besides those of this process."""
-
+    # folders that the command may really write to, and whether it may reach other hosts
     allowed: Allowed = field(default_factory=Allowed)
-    """Folders that the command may really write to, and whether it may reach other hosts."""
-
+    # whether one run on unlimited cards is enough, and the allocator's model computes the rest
     foretells: bool = False
-    """Whether one run on unlimited cards is enough, and the allocator's model computes the rest."""
 
     @property
     def of_config(self) -> PlanRequest | None:
@@ -105,14 +87,14 @@ def dry_run_of(request: PlanRequest, timeout_seconds: float) -> DryRun:
     """
     if not 0 < timeout_seconds <= _LONGEST_SECONDS:  # also refuses NaN
         raise PlanError(
-            "the time limit is a number of seconds, above 0 and at most a week, got"
-            f" {timeout_seconds}"
+            f"--timeout must be above 0 and at most a week, in seconds, got {timeout_seconds:g}"
         )
     try:
         parse(request.allocator)
     except ValueError as error:
         raise PlanError(f"allocator settings: {error}") from error
-    is_divided = request.num_gpus > 1 or request.is_launched or request.uses_deepspeed
+    is_launched = request.launch_file is not None or bool(request.environment)
+    is_divided = request.num_gpus > 1 or is_launched or request.uses_deepspeed
     parts = request.source.device_map if isinstance(request.source, TrainerSource) else {}
     num_cards = max(min(request.num_gpus, GPUS_PER_NODE), 1 + max(parts.values(), default=0))
     return DryRun(
@@ -130,7 +112,7 @@ def dry_run_of(request: PlanRequest, timeout_seconds: float) -> DryRun:
 def run_dry(run: DryRun, tell: Callable[[str], None]) -> DryResult:
     """Run a command or a request for `dry_plan`; first download missing parts."""
     if "TRAINER_PLUGINS_DRYCUDA" in os.environ:
-        raise PlanError("this program already plans, in a dry run")
+        raise PlanError("this process is a dry run already, in which nothing else can be planned")
     if os.environ.get("TRAINER_PLUGINS_FETCH") != "never":
         fetch(tell)
     with DryCuda(run.card, run.num_cards, alone=run.alone, allowed=run.allowed) as dry:
@@ -201,7 +183,7 @@ def _run_once(run: DryRun, dry: DryCuda, tell: Callable[[str], None]) -> DryResu
     refused = dry.folder / "refused-plan"
     if not seen and refused.exists():
         is_predicted, why = json.loads(refused.read_text())
-        raise PlanError(why) if is_predicted else NotPredicted(why.removeprefix("not predicted: "))
+        raise PlanError(why) if is_predicted else NotPredicted(why)
     if not seen:
         raise PlanError(_never_trained(code, log, tell))
     seen.sort(key=lambda each: _peak(each, 1), reverse=True)

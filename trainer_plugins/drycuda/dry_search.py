@@ -13,14 +13,16 @@ from itertools import islice
 
 from trainer_plugins.accumulation import Effect
 from trainer_plugins.checkpointing import is_asked
-from trainer_plugins.drycuda.bounds import least_bytes, most_rows_by, short_moments
 from trainer_plugins.drycuda.dry_changes import (
     WAYS,
     Fitted,
     effort,
     is_usual,
+    least_bytes,
+    most_rows_by,
     possible_changes,
     run_with,
+    short_moments,
     turn,
 )
 from trainer_plugins.drycuda.dry_plan import DryAnswer, dry_plan
@@ -160,7 +162,10 @@ class Variations:
             return None, ["the weights alone do not fit"]
         now, why_whole, failed = self._now, self._explain_whole("training"), list[str]()
         sizes, until = [now], float("inf")
-        if why_whole and not self._may_accumulate():
+        effect = self.plan.accumulation
+        is_same = effect is not None and effect.effect is Effect.SAME
+        may_accumulate = is_same and not self.arguments.get("dataloader_drop_last")
+        if why_whole and not may_accumulate:
             failed.append(f"micro-batches cannot be split: {why_whole}")
         elif self._is_training_short():
             halved = sorted({-(-now >> halving) for halving in range(now.bit_length() + 1)})
@@ -171,11 +176,6 @@ class Variations:
 
     def _explain_whole(self, what: str) -> str:
         return "; ".join(self._as_given.why_whole.get(what, ()))
-
-    def _may_accumulate(self) -> bool:
-        effect = self.plan.accumulation
-        is_same = effect is not None and effect.effect is Effect.SAME
-        return is_same and not self._as_given.arguments.get("dataloader_drop_last")
 
     def _make_fitted(self, changes: tuple[Switch, ...], rows: int, plan: MemoryPlan) -> Fitted:
         """Return changes with which the command fits, if survival divides all it can."""

@@ -48,9 +48,7 @@ def smallest_room(
 
 class _Step(NamedTuple):
     address: int
-    num_bytes: int
-    """0 for a block that is freed; `_EMPTY` where the program flushed the cache."""
-
+    num_bytes: int  # 0 for a block that is freed; `_EMPTY` where the program flushed the cache
     stream: int
     event: int
 

@@ -50,11 +50,9 @@ _SCRIPT_LINE = re.compile(r'^(?:\[rank\d+\]: *)? *File "([^"]+)", line (\d+)', r
 class Allowed:
     """Lists the exceptions that a dry run gets from the wall."""
 
-    writes: tuple[Path, ...] = ()
-    """Folders and files that it may write, rename and delete."""
-
+    writes: tuple[Path, ...] = ()  # folders and files that it may write, rename and delete
+    # whether it may connect to other hosts, and to other programs on this one
     network: bool = False
-    """Whether it may connect to other hosts, and to other programs on this one."""
 
 
 class Wall:

@@ -56,8 +56,7 @@ class Call:
     words: tuple[str, ...]
     folder: str
     environ: Mapping[str, str]
-    scratch: str = ""
-    """Folder to delete if the calling process is killed."""
+    scratch: str = ""  # folder to delete if the calling process is killed
 
 
 Streams: TypeAlias = tuple[int, int, int]

@@ -34,9 +34,7 @@ def forgive_others(what: str, notes: list[str]) -> Iterator[None]:
     except Exception as error:
         if not is_alone():
             raise
-        notes.append(
-            f"{what} ended early, it needs the other ranks: {' '.join(str(error).split())}"
-        )
+        notes.append(f"{what} ended early, since only rank 0 runs: {' '.join(str(error).split())}")
 
 
 def be_all_ranks() -> None:

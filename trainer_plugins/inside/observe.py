@@ -122,7 +122,9 @@ def watch_trainers() -> None:
     @functools.wraps(train)
     def train_watched(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.args.device.type != "cuda":
-            raise RuntimeError(f"this Trainer trains on {self.args.device}, not on the dry card")
+            raise RuntimeError(
+                f"the Trainer trains on {self.args.device}, not on a GPU: drop use_cpu"
+            )
         if waiting:
             waiting.pop().cancel()
         observer = _Observer(self, notes)
@@ -134,13 +136,13 @@ def watch_trainers() -> None:
         later = _later_training(sys._getframe(1))
         observer.write(*[f"the program has not come to the training in {later}"] * bool(later))
         if later:
-            say(f"the program goes on, to the training in {later}")
+            say(f"the program continues, up to the training in {later}")
             seconds = _GOES_ON_TIMES * (time.time() - psutil.Process().create_time())
             waiting.append(threading.Timer(seconds, os._exit, (0,)))
             waiting[0].daemon = True
             waiting[0].start()
             return result
-        say("all is seen: the program ends here")
+        say("everything is measured: the program ends here")
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)

@@ -1,20 +1,25 @@
-"""Trains a PlanRequest on the dry card: the program of a plan that has no command.
+"""Trains a PlanRequest on the dry card, in a process of its own: WALL REQUEST.
 
+Usually a server has forked it, which has imported torch over the dry libraries and touched no card.
 Only the weights and vLLM are replaced by stand-ins. `from_pretrained` loads the model, and
 bitsandbytes, Triton and DeepSpeed are the installed ones.
 """
 
+import ctypes
 import json
 import os
 import pickle
+import sys
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from trainer_plugins.inside import observe
+from trainer_plugins.inside import observe, start
+from trainer_plugins.namespaces import build_wall
 from trainer_plugins.planner.launched import complete_launch
 from trainer_plugins.planner.plan import NotPredicted
 from trainer_plugins.planner.rehearse import from_config, from_loop, from_trainer, rollout
@@ -31,9 +36,28 @@ from trainer_plugins.planner.request import OPTIMIZER_STEPS, PlanRequest, Traine
 
 _NO_END = 1 << 30
 
+if __name__ != "__main__":  # in the server: build a table of transformers once for all forks
+    with suppress(ImportError):  # transformers 4 has none
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-def main(path: str) -> None:
-    """Build the Trainer of a pickled request and train; the process ends once all is measured.
+        get_checkpoint_conversion_mapping("")
+
+
+def main(wall: str, path: str) -> None:
+    """Attach to this run's cards, go behind the wall, and train a pickled request."""
+    libraries = ctypes.CDLL(None)
+    libraries.scriptedNvmlFollow(os.environ["TRAINER_PLUGINS_NVML_SCRIPT"].encode())
+    if asked := json.loads(wall):
+        real = map(Path, asked["real"])
+        build_wall(Path(asked["scratch"]), real, has_network=asked["network"])
+    else:
+        libraries.drywall_read()
+    start.begin()
+    train_request(path)
+
+
+def train_request(path: str) -> None:
+    """Train a pickled request; the process ends once all is measured.
 
     If that is impossible, the reason is written next to the request.
     """
@@ -45,8 +69,8 @@ def main(path: str) -> None:
     except Exception as error:
         traceback.print_exc()
         refused = make_plan_error(error)
-        is_predicted = not isinstance(refused, NotPredicted)
-        Path(path).with_name("refused-plan").write_text(json.dumps([is_predicted, str(refused)]))
+        told = [not isinstance(refused, NotPredicted), refused.args[0]]
+        Path(path).with_name("refused-plan").write_text(json.dumps(told))
         raise SystemExit(1) from error
 
 
@@ -86,7 +110,7 @@ def _launch(request: PlanRequest) -> PlanRequest:
             RANK="0",
             LOCAL_RANK="0",
             WORLD_SIZE=str(request.num_gpus),
-            LOCAL_WORLD_SIZE=str(request.gpus_per_node),
+            LOCAL_WORLD_SIZE=str(request.num_gpus // request.num_nodes),
             MASTER_ADDR="127.0.0.1",
             MASTER_PORT="29500",
         )
@@ -128,3 +152,7 @@ def _pad(batch: Batch) -> Batch:
     if isinstance(batch, Mapping) and isinstance(mask := batch.get("attention_mask"), torch.Tensor):
         mask[0, -1] = 0
     return batch
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

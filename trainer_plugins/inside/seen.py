@@ -27,9 +27,8 @@ MOST_EVENTS = 1_000_000
 class Seen:
     """The results of one process. Sizes in bytes; lists are by card."""
 
+    # the allocated and the reserved peak of each moment
     moments: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
-    """The allocated and the reserved peak of each moment."""
-
     arguments: dict[str, object] = field(default_factory=dict)
     num_parameters: int = 0
     num_trainable_parameters: int = 0
@@ -37,59 +36,41 @@ class Seen:
     rank: int = 0
     ranks_of_node: int = 1
     rows: int = 0
-    tokens: int = 0
-    """Length of the longest row; 0 if rows have none."""
-
+    tokens: int = 0  # length of the longest row; 0 if rows have none
     notes: list[str] = field(default_factory=list)
     is_fsdp: bool = False
+    # another process has to resume: under FSDP and DeepSpeed a model is wrapped only once
     resumes_apart: bool = False
-    """Another process has to resume: under FSDP and DeepSpeed a model is wrapped only once."""
-
     num_ooms: int = 0
-    died: bool = False
-    """The program ended because it ran out of memory."""
-
+    died: bool = False  # the program ended because it ran out of memory
     num_retries: int = 0
     counters: dict[str, int] = field(default_factory=dict)
     unknown_shapes: dict[str, int] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
+    # the peak of tensors in main memory at each moment
     host: dict[str, int] = field(default_factory=dict)
-    """The peak of tensors in main memory at each moment."""
-
+    # moments in which only the first rank reads or gathers something in main memory
     of_first_rank: list[str] = field(default_factory=list)
-    """Moments in which only the first rank reads or gathers something in main memory."""
-
-    cast_bytes: int = 0
-    """Of weights that all ranks create while loading."""
-
-    process_bytes: int = 0
-    """Of Python, its libraries and data, in main memory when training began."""
-
+    cast_bytes: int = 0  # of weights that all ranks create while loading
+    process_bytes: int = 0  # of Python, its libraries and data, in main memory when training began
+    # memory used outside the allocator on each card of this process: the contexts, including that
+    # of a launcher that has touched the card
     outside_bytes: list[int] = field(default_factory=list)
-    """Memory used outside the allocator on each card of this process: the contexts, including that
-    of a launcher that has touched the card.
-    """
-
+    # why survival would never divide batches in training or evaluation; empty if it would
     why_whole: dict[str, list[str]] = field(default_factory=dict)
-    """Why survival would never divide batches in training or evaluation; empty if it would."""
-
     is_quantised: bool = False
     model: str = ""
     trainer: str = ""
+    # when each moment began, in microseconds since 1970, the first one at 0
     began: list[tuple[int, str]] = field(default_factory=lambda: [(0, "load")])
-    """When each moment began, in microseconds since 1970, the first one at 0."""
-
+    # a description of the run, if it comes from a request and not from a command
     planned: dict[str, str] = field(default_factory=dict)
-    """A description of the run, if it comes from a request and not from a command."""
-
+    # how the frozen base was streamed, if it was, by the names of `Streamed`'s fields
     streamed: dict[str, object] | None = None
-    """How the frozen base was streamed, if it was, by the names of `Streamed`'s fields."""
-
+    # the effect of gradient accumulation on the gradient
     accumulation: dict[str, object] = field(default_factory=dict)
-    """The effect of gradient accumulation on the gradient."""
-
+    # the tensors at each address, at several times: see `Namer.names_of`
     names: list[tuple[int, dict[int, tuple[str, str]]]] = field(default_factory=list)
-    """The tensors at each address, at several times: see `Namer.names_of`."""
 
 
 def write(seen: Seen) -> None:

@@ -70,12 +70,12 @@ def take_the_longest_rows(trainer: Any, notes: list[str]) -> None:
         return  # `of_request` provides the batches
     sampler = trainer._get_train_sampler()
     if sampler is not None and not type(sampler).__module__.startswith(_HAVE_NO_ORDER):
-        notes.append(f"{type(trainer).__name__} chooses its own rows")
+        notes.append(f"{type(trainer).__name__} chose the rows, perhaps not the longest")
         return
     rows = trainer._train_batch_size
     chosen = longest_rows(trainer.train_dataset, rows)
     if not chosen:
-        notes.append("the rows are the first ones: the data set has no order")
+        notes.append("the rows are the first ones of the stream, perhaps not the longest")
         return
     num = trainer.args.max_steps * trainer.args.gradient_accumulation_steps
     batch = (chosen * rows)[:rows]

@@ -27,12 +27,12 @@ def start() -> None:
     made_for = os.environ["TRAINER_PLUGINS_DRYCUDA_TORCH"]
     if not os.path.samefile(os.path.dirname(torch.__path__[0]), made_for):
         raise RuntimeError(
-            f"this Python ({sys.executable}) has another torch, {torch.__path__[0]}, than the dry"
-            f" card, {made_for}: plan with the Python that the command uses"
+            f"the torch of this Python ({sys.executable}) is {torch.__path__[0]}, and the dry card"
+            f" was built for {made_for}: plan with the Python that runs your command"
         )
     if not is_dry():
         raise RuntimeError(
-            "the dry card's libraries are not loaded: something has unset LD_PRELOAD"
+            "the dry card's libraries are not loaded: keep LD_PRELOAD in the command's environment"
         )
     if has_numbers():
         _leave_to_the_card_what_the_cpu_has_too()
@@ -85,13 +85,13 @@ def begin() -> None:
     _answers.close()
     if "TRAINER_PLUGINS_DRY_STEPS" in os.environ and torch.cuda.device_count() == 0:
         raise RuntimeError(
-            f"its choice of devices, {os.environ.get('CUDA_VISIBLE_DEVICES')!r}, leaves the program"
-            " no dry card; --num-gpus says how many there are"
+            f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')} hides every dry card:"
+            " plan with more of them, as in --num-gpus 2"
         )
     if has_numbers():
-        say("no card: every operator is computed by the CPU's code")
+        say("there is no GPU here: the CPU computes every operator")
     else:
-        say("a card that computes nothing: losses, metrics and texts here are meaningless")
+        say("this GPU computes nothing: losses, metrics and generated text are meaningless")
     atexit.register(_wait_for_autograd)
     alone.be_all_ranks()
     observe.record()

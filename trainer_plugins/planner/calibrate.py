@@ -166,36 +166,36 @@ def _readings_in(
 
 def refuse_another_run(plan: MemoryPlan, ranks: Timelines, flag: str = "--calibrate") -> None:
     """Refuse timelines that cannot belong to the planned run."""
+    if why := _find_contradiction(plan, ranks):
+        raise PlanError(f"{flag}: {why}")
+
+
+def _find_contradiction(plan: MemoryPlan, ranks: Timelines) -> str | None:
     if plan.cards:
-        raise PlanError(
-            f"{flag}: the plan is for the fullest of {len(plan.cards)} cards of one process, and a"
-            " timeline covers its first: compare max_memory_reserved of each with plan.cards"
+        return (
+            f"the plan is for the fullest of {len(plan.cards)} GPUs of one process, and a timeline"
+            " covers its first: compare max_memory_reserved of each with plan.cards"
         )
     for rank, begun in entries_of(ranks, Beginning):
         ran = begun.strategy
         if ran.num_params != plan.num_parameters:
-            raise PlanError(
-                f"{flag}: the run of rank {rank} trained a model of {ran.num_params:,} parameters, "
-                f"the plan is for one of {plan.num_parameters:,}"
+            return (
+                f"rank {rank} trained a model of {ran.num_params:,} parameters, the plan is for one"
+                f" of {plan.num_parameters:,}"
             )
         if ran.world_size != plan.num_gpus:
-            raise PlanError(
-                f"{flag}: the run had {ran.world_size} ranks, the plan has {plan.num_gpus} GPUs"
-            )
+            return f"the run had {ran.world_size} ranks, the plan has {plan.num_gpus} GPUs"
     for _, sample in entries_of(ranks, Sample):
         device, total = sample.reading.device, sample.reading.total_bytes
         if device == "cpu":
-            raise PlanError(f"{flag}: the run was on the CPU, the plan is for a card")
+            return "the run was on the CPU, the plan is for a GPU"
         planned = plan.capacity_bytes
         if planned is not None and abs(total - planned) > _SAME_CARD * planned:
-            raise PlanError(
-                f"{flag}: the run was on {device} of {size(total)}, the plan is for {plan.gpu} of "
-                f"{size(planned)}"
-            )
+            on = f"the run was on {device} of {size(total)}"
+            return f"{on}, the plan is for {plan.gpu} of {size(planned)}"
     if len(ranks) > plan.num_gpus:
-        raise PlanError(
-            f"{flag}: there are timelines of {len(ranks)} ranks, the plan has {plan.num_gpus} GPUs"
-        )
+        return f"there are timelines of {len(ranks)} ranks, the plan has {plan.num_gpus} GPUs"
+    return None
 
 
 def _doubt_about_context(plan: MemoryPlan, ranks: Timelines, context_bytes: int) -> str | None:

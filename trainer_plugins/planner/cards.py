@@ -1,9 +1,10 @@
-"""List GPUs by name: memory, context size, and the kernels they choose."""
+"""Find GPUs by name (cards.txt): memory, context size, and the kernels they choose."""
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 from trainer_plugins.planner.plan import Moment, PlanError
@@ -101,119 +102,6 @@ def describe_size(card: Card) -> str:
     )
 
 
-# GiB: from a published message of torch ("GPU 0 has a total capacity of 79.10 GiB"). Drivers and
-# ECC differ, so this is the smallest we found. ~24 is the advertised size: torch gets about 0.98 of
-# it less 0.15 GiB, slightly less than on any GeForce we found a figure for. A card with the same
-# memory chips has the figure of its sister (rtx6000ada, a10, a40, l20, l40; h800 and a800 are an
-# H100 and an A100). For b300 we know nvidia-smi's 275,040 MiB, from which we subtract the loss of a
-# B200. Capability, multiprocessors and L2 (MiB): NVIDIA's data sheets, and its white papers on
-# GA100, GA102, Ada, Hopper and both Blackwells. Speeds: the same papers (SXM if there are several),
-# which print twice the dense figure where they count sparse matrices, and NVLink in both
-# directions. The bus of PCIe 5.0 is measured in docs/internals/measured.md; that of 4.0 is
-# `BUS_BYTES_PER_SECOND`, and 3.0 has half of it. gb10 has no bf16 figure.
-_TABLE = """
-name                GiB   sm   SMs  L2   TFLOPS  GB/s  bus  link
-t4                14.56   7.5   40   4       65   300   12    12
-v100-16gb         15.77   7.0   80   6      125   900   12   150
-v100-32gb         31.73   7.0   80   6      125   900   12   150
-rtx2080ti           ~11   7.5   68   6
-rtx3050              ~8   8.6   20   2
-rtx3060             ~12   8.6   28   3
-rtx3060laptop        ~6   8.6   30   3
-rtx3060ti            ~8   8.6   38   4
-rtx3070              ~8   8.6   46   4
-rtx3070laptop        ~8   8.6   40   4
-rtx3070ti            ~8   8.6   48   4
-rtx3070tilaptop      ~8   8.6   46   4
-rtx3080-10gb       9.78   8.6   68   5
-rtx3080-12gb        ~12   8.6   70   6
-rtx3080-8gblaptop    ~8   8.6   48   4
-rtx3080-16gblaptop  ~16   8.6   48   4
-rtx3080ti           ~12   8.6   80   6
-rtx3080tilaptop     ~16   8.6   58   4
-rtx3090           23.68   8.6   82   6       71   936   25    25
-rtx3090ti           ~24   8.6   84   6
-rtxa2000-6gb         ~6   8.6   26   3
-rtxa2000-12gb       ~12   8.6   26   3
-rtxa4000            ~16   8.6   48   4
-rtxa4500            ~20   8.6   56   6
-rtxa5000            ~24   8.6   64   6
-rtxa5500            ~24   8.6   80   6
-rtxa6000          47.40   8.6   84   6      155   768   25    25
-a2                  ~15   8.6   10   2
-a10               21.98   8.6   72   6
-a10g              21.98   8.6   80   6       70   600   25    25
-a16                 ~15   8.6   10   2
-a30               23.53   8.0   56  24
-a40               44.34   8.6   84   6
-a100-40gb         39.38   8.0  108  40      312  1555   25   300
-a100-80gb         79.14   8.0  108  40      312  2039   25   300
-a800-40gb         39.38   8.0  108  40      312  1555   25   200
-a800-80gb         79.14   8.0  108  40      312  2039   25   200
-rtx4050laptop        ~6   8.9   20  12
-rtx4060              ~8   8.9   24  24
-rtx4060laptop        ~8   8.9   24  32
-rtx4060ti-8gb        ~8   8.9   34  32
-rtx4060ti-16gb      ~16   8.9   34  32
-rtx4070             ~12   8.9   46  36
-rtx4070laptop        ~8   8.9   36  32
-rtx4070super        ~12   8.9   56  48
-rtx4070ti           ~12   8.9   60  48
-rtx4070tisuper      ~16   8.9   66  48
-rtx4080             ~16   8.9   76  64
-rtx4080laptop       ~12   8.9   58  48
-rtx4080super        ~16   8.9   80  64
-rtx4090           23.51   8.9  128  72      165  1008   25    25
-rtx4090d          23.51   8.9  114  72
-rtx4090laptop       ~16   8.9   76  64
-rtx2000ada          ~16   8.9   22  12
-rtx4000ada          ~20   8.9   48  48
-rtx4500ada          ~24   8.9   60  48
-rtx5000ada          ~32   8.9  100  72
-rtx5880ada          ~48   8.9  110  72
-rtx6000ada        47.40   8.9  142  96      364   960   25    25
-l4                21.95   8.9   58  48      121   300   25    25
-l20               44.34   8.9   92  96
-l40               44.34   8.9  142  96
-l40s              44.34   8.9  142  96      362   864   25    25
-h20-96gb            ~96   9.0   78  60
-h20-141gb        139.72   9.0   78  60
-h100-80gb         79.10   9.0  132  50      989  3350   55   450
-h100-pcie         79.10   9.0  114  50
-h100-nvl            ~94   9.0  132  60
-h200-141gb       139.72   9.0  132  50      989  4800   55   450
-h800              79.10   9.0  132  50      989  3350   55   200
-gh200-96gb        94.50   9.0  132  60
-gh200-144gb        ~144   9.0  132  60
-b200-180gb       178.35  10.0  148 126     2250  8000   55   900
-gb200            184.31  10.0  152 126
-b300             267.88  10.3  148 126
-gb300            267.88  10.3  152 126
-rtx5050              ~8  12.0   20  24
-rtx5060              ~8  12.0   30  32
-rtx5060laptop        ~8  12.0   26  32
-rtx5060ti-8gb        ~8  12.0   36  32
-rtx5060ti-16gb      ~16  12.0   36  32
-rtx5070             ~12  12.0   48  48
-rtx5070laptop        ~8  12.0   36  32
-rtx5070ti           ~16  12.0   70  48
-rtx5070tilaptop     ~12  12.0   46  48
-rtx5080             ~16  12.0   84  64
-rtx5080laptop       ~16  12.0   60  64
-rtx5090           31.36  12.0  170  96      209  1792   55    55
-rtx5090d          31.36  12.0  170  96
-rtx5090laptop       ~24  12.0   82  64
-rtxpro4000          ~24  12.0   70  48
-rtxpro4500          ~32  12.0   82  64
-rtxpro5000          ~48  12.0  110  96
-rtxpro6000        94.97  12.0  188 128
-gb10             121.69  12.1   48  24
-mi210             63.98   amd
-mi250x            63.98   amd
-mi300x           191.98   amd
-mi325x           255.98   amd
-mi355x           287.98   amd
-"""
 _CONTEXTS: Mapping[str, tuple[int, str]] = {
     "t4": (141 * MIB, "published by fitcheck-llm 0.3.1, on a T4"),
     "rtxa6000": (750 * 10**6, "what vramcalc 0.1.2 counts on an RTX A6000"),
@@ -254,7 +142,8 @@ def _card(name: str, gib: str, capability: str, *numbers: str) -> Card:
     return replace(card, capability=(major, minor), num_multiprocessors=sms, l2_mib=l2_mib)
 
 
-CARDS = tuple(_card(*line.split()) for line in _TABLE.strip().splitlines()[1:])
+_LINES = Path(__file__).with_name("cards.txt").read_text().partition("\n\n")[2].splitlines()[1:]
+CARDS = tuple(_card(*line.split()) for line in _LINES)
 _BY_NAME = {card.name: card for card in CARDS}
 
 _NO_NAME = re.compile(
@@ -293,8 +182,8 @@ def card_of(text: str) -> Card:
             return (found or near)[0]
     names = [card.name for card in near]
     names = names or get_close_matches(re.sub(r"[\s_]", "", text).lower(), _BY_NAME, n=3)
-    hint = f"is it {' or '.join(names)}?" if names else f"known cards are {', '.join(_BY_NAME)}."
-    raise PlanError(f"no card is named {text!r}: {hint} You can also give a size, as in 24GiB")
+    hint = f"did you mean {' or '.join(names)}?" if names else f"choose from {', '.join(_BY_NAME)}."
+    raise PlanError(f"unknown GPU {text!r}: {hint} You can also give its memory, as in 24GiB")
 
 
 def _parts(name: str) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ import json
 import os
 import pickle
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from math import isfinite
@@ -18,9 +18,8 @@ from trainer_plugins.launch.main_memory import HostLimits
 from trainer_plugins.planner.calibrate import add_measured_context
 from trainer_plugins.planner.cards import card_of
 from trainer_plugins.planner.options import RunOptions
-from trainer_plugins.planner.plan import NotPredicted, PlanError
+from trainer_plugins.planner.plan import RUN_IT, NotPredicted, PlanError
 from trainer_plugins.planner.request import (
-    MOST_PIXELS,
     TRL_TRAINERS,
     ConfigSource,
     PlanRequest,
@@ -57,7 +56,7 @@ _COUNTS = (
 def request_of(trainer_or_config: object, run: RunOptions) -> PlanRequest:
     """Build the request of a run from a Trainer before training, or from a model's config."""
     if run.num_gpus is not None and run.num_gpus < 1:
-        raise PlanError(f"--num-gpus: a run needs at least one, got {run.num_gpus}")
+        raise PlanError(f"--num-gpus must be at least 1, got {run.num_gpus}")
     if hasattr(trainer_or_config, "training_step"):
         request = _request_of_trainer(trainer_or_config, run)
     else:
@@ -82,16 +81,12 @@ def _request_of_config(given: object, run: RunOptions) -> PlanRequest:
     file, length = run.accelerate_config, run.seq_length
     usual = getattr(run.training_args, "max_length", None) or default_length(run.trainer)
     arguments = arguments_to_send(run.training_args)
-    if isinstance(given_fields := run.training_args, Mapping):
-        _check_flags([f"--{name}={value}" for name, value in given_fields.items()])
-    elif isinstance(arguments, tuple):
-        _check_flags(arguments)
     if run.stream_embeddings and run.stream_base is None:
         raise PlanError("--stream-embeddings needs --stream-base")
     config = _change_config(_config(given, run.from_hub), run)
     peft, quantisation = _fields(run.peft_config), _quantisation(run, config)
     if (peft or {}).get("use_dora") and (quantisation or config.get("quantization_config")):
-        raise NotPredicted("DoRA (use_dora) on a quantised base, whose weights it dequantises")
+        raise NotPredicted(f"DoRA on a quantised base, which it dequantises: {RUN_IT}")
     return PlanRequest(
         card=card_of(run.gpu) if run.gpu is not None else None,
         source=ConfigSource(
@@ -121,7 +116,7 @@ def _request_of_config(given: object, run: RunOptions) -> PlanRequest:
     )
 
 
-def _check_flags(flags: Sequence[str]) -> None:
+def _check_flags(flags: Iterable[str]) -> None:
     """Refuse impossible numbers before torch is imported."""
     for flag, text in pairwise((*(part for each in flags for part in each.split("=", 1)), "")):
         name = flag.removeprefix("--").replace("-", "_")
@@ -143,7 +138,7 @@ def _quantisation(run: RunOptions, config: Mapping[str, object]) -> dict[str, ob
             raise PlanError("--prepare-kbit needs a quantised base: see --load-in-4bit")
         return None
     if of_config:
-        raise PlanError("the config already has a quantization_config: quantise only once")
+        raise PlanError("the config has a quantization_config already: drop the flag")
     if bool(fields.get("load_in_4bit")) == bool(fields.get("load_in_8bit")):
         raise PlanError("--load-in-4bit and --load-in-8bit both quantise the base: choose one")
     strays = [name for name in fields if name.startswith("bnb_4bit_")]
@@ -204,7 +199,7 @@ def _config_on_hub(name: str, from_hub: bool) -> Path:
         if from_hub:
             one_line = " ".join(str(error).split())
             reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else one_line
-            raise PlanError(f"no config of the model {name} from the hub: {reason}") from error
+            raise PlanError(f"cannot download the config of {name}: {reason}") from error
     raise PlanError(
         f"no model config at {name}, and the cache {constants.HF_HUB_CACHE} has no model of"
         f" that name. Name a file or folder on disk, or download just the model's {_CONFIG}"
@@ -232,7 +227,7 @@ def _change_config(config: dict[str, object], run: RunOptions) -> dict[str, obje
     base = str(named[0]) if isinstance(named, list) and named else ""
     kind = _HEAD.sub("", base)
     if not kind:
-        raise PlanError("--head: the config names no class (architectures) to put it on")
+        raise PlanError("--head needs a config that names its class (architectures)")
     return {**config, "architectures": [f"{kind}For{run.head.removeprefix('For')}"]}
 
 
@@ -243,11 +238,14 @@ def arguments_to_send(given: Any) -> bytes | tuple[str, ...]:
     if isinstance(given, Mapping):
         from transformers import Seq2SeqTrainingArguments
 
-        fields = {spell(name): value for name, value in given.items()}
-        return pickle.dumps((Seq2SeqTrainingArguments, fields))
-    if isinstance(given, Sequence):
+        kind, fields = Seq2SeqTrainingArguments, {spell(name): given[name] for name in given}
+    elif isinstance(given, Sequence):
+        _check_flags(given)
         return tuple(spell(word) if word.startswith("--") else word for word in given)
-    return pickle.dumps((type(given), fields_of(given)))
+    else:
+        kind, fields = type(given), fields_of(given)
+    _check_flags(f"--{name}={value}" for name, value in fields.items())
+    return pickle.dumps((kind, fields))
 
 
 def _trainer_of(run: RunOptions) -> str | None:
@@ -260,8 +258,8 @@ def _trainer_of(run: RunOptions) -> str | None:
 def _image_size(text: str | None) -> tuple[int, int] | None:
     if text is None:
         return None
-    sides = re.fullmatch(r"(\d+)x(\d+)", text, re.IGNORECASE)
-    if sides is None or not all(0 < int(side) <= MOST_PIXELS for side in sides.groups()):
+    sides = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text, re.IGNORECASE)
+    if sides is None:
         raise PlanError(f"--image-size is a height and a width, as in 448x672, got {text!r}")
     return int(sides[1]), int(sides[2])
 

@@ -34,11 +34,11 @@ def complete_launch(request: PlanRequest) -> PlanRequest:
     num_nodes = _num_nodes(config, num_gpus, name)
     if kind == "NO" and num_gpus > 1:
         raise PlanError(
-            f"{name} launches one process (distributed_type NO), but --num-gpus says {num_gpus}"
+            f"{name} launches one process (distributed_type NO), and --num-gpus is {num_gpus}"
         )
     if num_gpus % num_nodes:
         raise PlanError(
-            f"{num_gpus} GPUs cannot be divided among the {num_nodes} machines of {name}"
+            f"{num_gpus} GPUs cannot be split evenly over the {num_nodes} machines of {name}"
         )
     try:
         environment = _environment(request.launch_file, num_gpus)
@@ -52,7 +52,7 @@ def _num_nodes(config: dict[str, Any], num_gpus: int, name: str) -> int:
     """Return the number of nodes, keeping the file's number of cards in each."""
     machines, processes = config.get("num_machines", 1), config.get("num_processes")
     if not isinstance(machines, int) or machines < 1:
-        raise PlanError(f"{name} has num_machines {machines}: it is 1 or more")
+        raise PlanError(f"num_machines of {name} must be at least 1, got {machines}")
     if not isinstance(processes, int) or processes < 1 or processes % machines:
         return nodes_of(num_gpus) if machines == 1 else machines
     return machines if num_gpus == processes else nodes_of(num_gpus, processes // machines)
@@ -69,8 +69,7 @@ def _document(path: str) -> Document:
             raise PlanError(f"--accelerate-config: {what}")
     if document.accelerate is None or "distributed_type" not in document.accelerate:
         raise PlanError(
-            f"--accelerate-config: {path} has no distributed_type: "
-            "it is not a config file of accelerate"
+            f"--accelerate-config: {path} is no config of accelerate (it lacks distributed_type)"
         )
     if document.json_problem is not None:
         raise PlanError(f"--accelerate-config: deepspeed_config_file: {document.json_problem}")

@@ -72,9 +72,7 @@ class RunOptions:
     )
     eval_batches: int = option(_DATA, "Number of batches per evaluation.", default=8)
     metrics: bool = option(
-        _DATA,
-        "The Trainer has compute_metrics, so an evaluation keeps all outputs.",
-        default=False,
+        _DATA, "The Trainer has compute_metrics, so an evaluation keeps all outputs.", default=False
     )
 
     lora_r: int | None = option(MOST_USED, "LoRA rank (default: train all weights).")

@@ -8,14 +8,7 @@ from typing import ClassVar, Literal, get_args
 from trainer_plugins.accumulation import Accumulation
 
 Moment = Literal[
-    "load",
-    "forward",
-    "backward",
-    "optimizer step",
-    "evaluation",
-    "generation",
-    "save",
-    "resume",
+    "load", "forward", "backward", "optimizer step", "evaluation", "generation", "save", "resume"
 ]  # of a run
 
 Category = Literal[
@@ -44,11 +37,14 @@ class PlanError(ValueError):
     """Says in one line why there is no plan for this input."""
 
 
+RUN_IT = "plan your script instead, with plan -- COMMAND"
+
+
 class NotPredicted(PlanError):  # noqa: N818 - what it says
     """Names the part of a valid input whose memory the planner cannot predict."""
 
-    def __init__(self, what: str) -> None:
-        super().__init__(f"not predicted: {what}")
+    def __str__(self) -> str:
+        return f"a plan cannot predict {super().__str__()}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

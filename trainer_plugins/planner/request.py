@@ -4,6 +4,7 @@ import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
+from math import inf
 from typing import Any, NamedTuple
 
 from trainer_plugins.launch.main_memory import HostLimits
@@ -13,29 +14,20 @@ from trainer_plugins.planner.plan import PlanError
 DEFAULT_SEQUENCE_LENGTH = 2048
 TRL_LENGTH = 1024  # `max_length` of TRL's configs
 DEFAULT_EVALUATION_BATCHES = 8
-LONGEST_SEQUENCE = 1 << 24  # tokens of a row: no model takes 10 million
-LONGEST_SOUND_SECONDS = 1 << 16
-MOST_PIXELS = 1 << 16  # along one side of a picture
 MOST_LAYERS = 1 << 12  # the deepest trained models have a few hundred
+# config keys that count layers
 LAYER_COUNTS = (
-    "num_hidden_layers",
-    "n_layer",
-    "n_layers",
-    "num_layers",
-    "num_decoder_layers",
-    "encoder_layers",
-    "decoder_layers",
-)  # config keys that count layers
+    "num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers",
+    "encoder_layers", "decoder_layers",
+)  # fmt: skip
 # at least 1; an encoder or a decoder may have no layers
 _COUNTS_OF_A_MODEL = LAYER_COUNTS[:2]
-MOST_ROWS = 1 << 24  # in a batch; also the limit of pictures, labels and batches
 
 # named as TRL's own commands
 ONLINE_TRAINERS = ("grpo", "rloo", "gmpo")  # they generate all rows of a step at once
 TRL_TRAINERS = ("sft", "dpo", "kto", "reward", *ONLINE_TRAINERS, "orpo", "cpo", "tpo")
 
 RESIDENT_LAYERS = 2  # of a streamed base: one computes while the next arrives
-MOST_CARDS = 16  # in one process
 GPUS_PER_NODE = 8  # the default
 
 # The first step creates the optimizer states, and the second is the first to start with them. Only
@@ -102,37 +94,27 @@ class ConfigSource:
         _check_layers(self.config)
         if self.trainer is not None:
             self._check_trainer()
-        for name, length in (("sequence", self.sequence_length), ("target", self.target_length)):
-            if length is not None and not 1 <= length <= LONGEST_SEQUENCE:
-                raise PlanError(
-                    f"a {name} length is a number of tokens from 1 to {LONGEST_SEQUENCE:,}, "
-                    f"got {length:,}"
-                )
-        seconds = self.sound_seconds
-        if seconds is not None and not 0 < seconds <= LONGEST_SOUND_SECONDS:
-            raise PlanError(
-                f"a sound has up to {LONGEST_SOUND_SECONDS:,} s (--sound-seconds), got {seconds:g}"
-            )
-        for what, least, things, number in (
-            ("a row", 0, "pictures", self.images_per_row),
-            ("a classifier", 1, "labels", self.num_labels),
-            ("an evaluation", 1, "batches", self.num_evaluation_batches),
+        for flag, least, number in (
+            ("--seq-length", 1, self.sequence_length),
+            ("--target-length", 1, self.target_length),
+            ("--sound-seconds", 0, self.sound_seconds),
+            ("--images-per-row", 0, self.images_per_row),
+            ("--num-labels", 1, self.num_labels),
+            ("--eval-batches", 1, self.num_evaluation_batches),
         ):
-            if number is not None and not least <= number <= MOST_ROWS:
-                raise PlanError(
-                    f"{what} has from {least} to {MOST_ROWS:,} {things}, got {number:,}"
-                )
+            if number is not None and not least <= number < inf:
+                raise PlanError(f"{flag} must be at least {least}, got {number:,}")
 
     def _check_trainer(self) -> None:
         if self.trainer not in TRL_TRAINERS:
             raise PlanError(f"--trainer is one of {', '.join(TRL_TRAINERS)}, got {self.trainer!r}")
         for what, is_given in (
             ("--num-labels", self.num_labels is not None),
-            ("pictures", self.asks_for_pictures),
-            ("sounds", self.sound_seconds is not None),
+            ("--images-per-row", self.asks_for_pictures),
+            ("--sound-seconds", self.sound_seconds is not None),
         ):
             if is_given:
-                raise PlanError(f"{what} does not work with --trainer: give plan_run a Trainer")
+                raise PlanError(f"{what} cannot be combined with --trainer: use plan_run")
 
 
 def _check_layers(config: Mapping[str, object], inside: str = "") -> None:
@@ -192,21 +174,11 @@ class PlanRequest:
     streams_embeddings: bool = False  # whether embeddings and head are streamed too
 
     @property
-    def gpus_per_node(self) -> int:
-        """Return the cards in each node, once `fill_in_nodes` has filled in both numbers."""
-        return self.num_gpus // self.num_nodes
-
-    @property
     def uses_deepspeed(self) -> bool:
         """Return whether the arguments or the launcher ask for DeepSpeed."""
         of_arguments = isinstance(self.source, ConfigSource) and self.source.deepspeed
         is_exported = self.environment.get("ACCELERATE_USE_DEEPSPEED") == "true"
         return self.deepspeed is not None or is_exported or bool(of_arguments)
-
-    @property
-    def is_launched(self) -> bool:
-        """Return whether to read a launcher's settings: a file, or exported variables."""
-        return self.launch_file is not None or bool(self.environment)
 
 
 def default_length(trainer: str | None) -> int:

@@ -2,7 +2,7 @@
 
 `simgpu` records there how much each process reserves, the scripted driver library answers from it,
 and a test writes foreign processes into it. It is little endian and has 4096 bytes: a header
-(magic, capacity, uuid), then 60 slots, one per process. `simgpu/card.h` has the same layout in C.
+(magic, capacity, uuid), then 60 slots, one per process. `card_file.h` has the same layout in C++.
 """
 
 import mmap

@@ -89,7 +89,7 @@ def built() -> Path:
                     draft.replace(folder)
     except ELFError as error:
         raise DryCudaUnavailable(
-            f"a library of torch, or beside it, cannot be read: {error}"
+            f"the dry card cannot read a library of torch: {error}. Reinstall torch"
         ) from error
     except CompileError as error:
         raise DryCudaUnavailable(
@@ -97,7 +97,8 @@ def built() -> Path:
         ) from error
     except OSError as error:
         raise DryCudaUnavailable(
-            f"the dry card cannot write to its cache, set TRAINER_PLUGINS_CACHE: {error}"
+            f"the dry card cannot write to its cache: {error}. Name another folder with"
+            " TRAINER_PLUGINS_CACHE"
         ) from error
     return folder
 

@@ -17,9 +17,8 @@ CUDA_LIBRARY = re.compile(r"lib(cu|nccl|nv(?!pl_))[\w-]*\.so(\.\d+)?$")
 class Library:
     """Describes the part of a CUDA library that others need."""
 
+    # the version that its symbols carry (`libcudart.so.13`); empty if they have none
     version: str = ""
-    """The version that its symbols carry (`libcudart.so.13`); empty if they have none."""
-
     names: set[str] = field(default_factory=set)
 
 

@@ -88,7 +88,8 @@ class Step:
         reading = passes * _BYTES * computed / speed.memory
         links, once = self._between_cards()
         here = max(computing, reading, self._hidden(tokens) / speed.bus)
-        here += self._count_waited_bytes() / speed.bus
+        if "offload" in self.launch:  # not hidden: DeepSpeed's overlap was not measured
+            here += _BYTES * (2 * self.weights + self.trained) / self.num_gpus / speed.bus
         each, last = max(here, links / speed.link), max(here, (links + once) / speed.link)
         return (self.rows / rows - 1) * each + last + self._updating(speed)
 
@@ -98,12 +99,6 @@ class Step:
         if self.launch == switches.STREAMED_BASE.words:
             return moved + 2 * self.weights * (_BYTES_IN_4_BITS if self.in_4_bits else _BYTES)
         return moved
-
-    def _count_waited_bytes(self) -> float:
-        """Return the bytes of an offload, all unhidden: DeepSpeed's overlap was not measured."""
-        if "offload" not in self.launch:
-            return 0.0
-        return _BYTES * (2 * self.weights + self.trained) / self.num_gpus
 
     def _between_cards(self) -> tuple[float, float]:
         """Return the bytes between cards in each micro-batch, and the extra ones in the last."""

@@ -3,12 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from os import environ
 
 from trainer_plugins import advice
 from trainer_plugins.advice import Door
-from trainer_plugins.allocator.machine import gather_machine
-from trainer_plugins.allocator.variables import names_read
 from trainer_plugins.planner.compare.switches import (
     ADAPTER,
     CHECKPOINTING,
@@ -48,10 +45,10 @@ class ExplainedChanges:
 
 
 def _expandable(run: PlanRequest) -> PlanRequest:
-    key = _SETTING.partition(":")[0]
-    parts = [part for part in run.allocator.split(",") if part]
-    others = [part for part in parts if part.partition(":")[0] != key]
-    return replace(run, allocator=",".join([*others, _SETTING]))
+    setting = _EXPANDABLE.flags.partition("=")[2]
+    key = setting.partition(":")[0]
+    others = [part for part in run.allocator.split(",") if part.partition(":")[0] not in ("", key)]
+    return replace(run, allocator=",".join([*others, setting]))
 
 
 _EXPANDABLE = Switch(
@@ -60,7 +57,6 @@ _EXPANDABLE = Switch(
     advice.EXPANDABLE_SEGMENTS.flag(Door.ENVIRONMENT),
     _expandable,
 )
-_VARIABLE, _, _SETTING = _EXPANDABLE.flags.partition("=")
 SWITCHES: dict[str, Switch] = {
     "checkpointing": CHECKPOINTING,
     "offloaded-activations": OFFLOADED_ACTIVATIONS,
@@ -84,9 +80,9 @@ def changes_of(names: Sequence[str]) -> tuple[str, ...]:
     for name in (part for change in found for part in change.split(_SEVERAL)):
         if name not in SWITCHES:
             near = get_close_matches(name, SWITCHES, 1, 0.5)
-            known = f"the names are {', '.join(sorted(SWITCHES))}, and {ALL}"
-            hint = f"is it {near[0]}?" if near else known
-            raise PlanError(f"--explain-change: no change has the name {name!r}: {hint}")
+            known = f"choose from {', '.join(sorted(SWITCHES))} and {ALL}"
+            hint = f"did you mean {near[0]}?" if near else known
+            raise PlanError(f"--explain-change: unknown change {name!r}: {hint}")
     return tuple(dict.fromkeys(found))
 
 
@@ -97,10 +93,7 @@ def switches_in(change: str) -> list[Switch]:
 
 def measure_saving(change: str, before: MemoryPlan, after: MemoryPlan | PlanError) -> Saved:
     """Compare the plans before and after a change; `after` may be the reason why there is none."""
-    # names_read lists the unified name last, if this torch reads it
-    variable = names_read(gather_machine(environ))[-1]
-    flags = ", ".join(each.flags for each in switches_in(change))
-    how = flags.replace(_VARIABLE, variable)
+    how = ", ".join(each.flags for each in switches_in(change))
     if isinstance(after, PlanError):
         return Saved(change=change, how=how, reason=str(after))
     if after.streamed is not None and before.streamed is None:

@@ -16,11 +16,7 @@ from trainer_plugins.planner.request import (
     PlanRequest,
 )
 
-_NF4 = {
-    "load_in_4bit": True,
-    "bnb_4bit_quant_type": "nf4",
-    "bnb_4bit_compute_dtype": "bfloat16",
-}
+_NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "bfloat16"}
 LORA = {"peft_type": "LORA", "r": 16, "target_modules": "all-linear"}
 
 
@@ -57,25 +53,28 @@ def write_flags(arguments: Mapping[str, object]) -> str:
 
 def change_flags(run: PlanRequest, **changed: object) -> PlanRequest:
     """Change TrainingArguments by name."""
-    source = source_of(run)
-    assert isinstance(source.arguments, tuple)
+    arguments = source_of(run).arguments
+    assert isinstance(arguments, tuple)
     # If a flag is given twice, the last one counts.
     flags = [text for name, value in changed.items() for text in (f"--{name}", str(value))]
-    return replace(run, source=replace(source, arguments=(*source.arguments, *flags)))
+    return change_source(run, arguments=(*arguments, *flags))
+
+
+def change_source(run: PlanRequest, **changed: Any) -> PlanRequest:
+    """Change fields of the run's ConfigSource."""
+    return replace(run, source=replace(source_of(run), **changed))
 
 
 def add_adapter(run: PlanRequest) -> PlanRequest:
     """Train LoRA adapters instead of the weights."""
-    source = source_of(run)
-    if source.peft is not None:
+    if source_of(run).peft is not None:
         raise PlanError("this run already trains an adapter")
-    return replace(run, source=replace(source, peft=LORA))
+    return change_source(run, peft=LORA)
 
 
 def quantise_base(run: PlanRequest) -> PlanRequest:
     """Train LoRA adapters (the run's own, if it has some) on a 4-bit base."""
-    source = source_of(run)
-    return replace(run, source=replace(source, peft=source.peft or LORA, quantisation=_NF4))
+    return change_source(run, peft=source_of(run).peft or LORA, quantisation=_NF4)
 
 
 def stream_base(run: PlanRequest) -> PlanRequest:
@@ -84,22 +83,20 @@ def stream_base(run: PlanRequest) -> PlanRequest:
         raise PlanError("this run already streams its base")
     if source_of(run).peft is None:
         raise PlanError(
-            "this run trains all its weights, and only a frozen base can be streamed: see lora"
+            "only a frozen base can be streamed, and this run trains all its weights: add lora"
         )
     return replace(run, resident_layers=RESIDENT_LAYERS)
 
 
 def half_as_long(run: PlanRequest) -> PlanRequest:
     """Halve the length of rows and labels."""
-    source = source_of(run)
-    target = source.target_length
-    halved = replace(
-        source,
-        sequence_length=max(1, source.sequence_length // 2),
+    length, target = source_of(run).sequence_length, source_of(run).target_length
+    return change_source(
+        run,
+        sequence_length=max(1, length // 2),
         has_length=True,
         target_length=max(1, target // 2) if target is not None else None,
     )
-    return replace(run, source=halved)
 
 
 def source_of(run: PlanRequest) -> ConfigSource:
@@ -205,7 +202,7 @@ UNPREPARED = Switch(
     "everything not quantised computes in 16 bits, norms included",
     advice.UNPREPARED.flag(Door.PLAN),
     # PEFT's preparation casts everything that is not quantised to float32.
-    lambda run: replace(run, source=replace(source_of(run), prepares_kbit=False)),
+    lambda run: change_source(run, prepares_kbit=False),
     {"activations": 0.3, "logits and loss": 0.3, "frozen weights": 0.4},
     subject="preparation",
     in_the_run=advice.UNPREPARED.flag(Door.CODE),
@@ -215,7 +212,7 @@ WEIGHTS_IN_BF16 = Switch(
     "weights in bfloat16",
     advice.HALF_PRECISION_WEIGHTS.price,
     advice.HALF_PRECISION_WEIGHTS.flag(Door.PLAN),
-    lambda run: replace(run, source=replace(source_of(run), dtype="bfloat16")),
+    lambda run: change_source(run, dtype="bfloat16"),
     {"weights": 0.5, "frozen weights": 0.5, "gradients": 0.5, "optimizer states": 0.5},
     subject="dtype",
     changes_result=1,
@@ -267,7 +264,7 @@ def eval_rows(rows: int) -> Switch:
         source = source_of(run)
         now = int(source.find_flag("per_device_eval_batch_size") or 8)  # 8 is the Trainer's default
         batches = -(-source.num_evaluation_batches * now // rows)
-        run = replace(run, source=replace(source, num_evaluation_batches=batches))
+        run = change_source(run, num_evaluation_batches=batches)
         return change_flags(run, per_device_eval_batch_size=rows)
 
     flag = advice.SMALLER_EVAL_BATCH.flag(Door.TRAINER, rows=rows)

@@ -14,23 +14,15 @@ from trainer_plugins.planner.plan import PlanError
 from trainer_plugins.planner.rehearse import ship
 from trainer_plugins.planner.rehearse.loops import loop_of
 from trainer_plugins.planner.rehearse.refusals import first_line, refuse_deepspeed
-from trainer_plugins.planner.request import (
-    OPTIMIZER_STEPS,
-    ConfigSource,
-    TrainerSource,
-    fields_of,
-)
+from trainer_plugins.planner.request import OPTIMIZER_STEPS, ConfigSource, TrainerSource, fields_of
 
-# The rehearsal sets these itself: it is short, silent, and writes nothing.
+# The rehearsal sets these, besides those that each dry run sets (inside/safety.py, observe.py).
 _REHEARSED = {
     "max_steps": OPTIMIZER_STEPS,
-    "report_to": "none",
     "disable_tqdm": True,
     "logging_strategy": "no",
     "eval_strategy": "no",
-    "eval_on_start": False,
     "load_best_model_at_end": False,
-    "push_to_hub": False,
     "auto_find_batch_size": False,
     "dataloader_num_workers": 0,
     "dataloader_prefetch_factor": None,
@@ -91,8 +83,8 @@ def _parse(source: ConfigSource) -> HfArguments:
         )
         is_of_trl = source.trainer is None and flag.lstrip("-") in sft_argument_names()
         knower = kind.__name__ if source.trainer is not None else "TrainingArguments"
-        hint = f": is it --{near}?" if near else ": it belongs to --trainer sft" * is_of_trl
-        raise PlanError(f"neither plan nor {knower} has an option {unknown[0]}{hint}")
+        hint = f". Did you mean --{near}?" if near else ". It belongs to --trainer sft" * is_of_trl
+        raise PlanError(f"unknown option {unknown[0]}: neither plan nor {knower} has it{hint}")
     made: HfArguments = args
     return made
 

@@ -6,14 +6,13 @@ from typing import Any
 
 import torch
 
-from trainer_plugins.hf_trainer import HfArguments
 from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.rehearse.arguments import copy_arguments
 from trainer_plugins.planner.rehearse.model_of_config import load_model
 from trainer_plugins.planner.rehearse.pictures import KINDS, Pictures, pictures_of
 from trainer_plugins.planner.rehearse.refusals import GIVE_A_TRAINER, first_line
-from trainer_plugins.planner.rehearse.rehearsal import Batch, Build, Rehearsed
-from trainer_plugins.planner.request import MOST_ROWS, ConfigSource
+from trainer_plugins.planner.rehearse.rehearsal import Batch, Build, Rehearsed, count_sharers
+from trainer_plugins.planner.request import ConfigSource
 from trainer_plugins.wrapped import base_model
 
 _BY_A_TRAINER = (
@@ -52,7 +51,6 @@ def rehearse(source: ConfigSource, build: Build) -> Rehearsed:
 
     args, has_padding = build.args, build.has_padding
     rows = args.per_device_train_batch_size
-    check_rows(args)
     is_streamed = build.streaming is not None
     model, assumptions = load_model(source, _num_parts(args), is_streamed=is_streamed)
     assumptions.append(_BY_A_TRAINER)
@@ -73,7 +71,7 @@ def rehearse(source: ConfigSource, build: Build) -> Rehearsed:
         )
     except ValueError as error:
         raise PlanError(first_line(error)) from error
-    if getattr(getattr(trainer.accelerator, "parallelism_config", None), "sp_size", 1) > 1:
+    if count_sharers(trainer, "sp") > 1:
         inputs.tokens["position_ids"] = inputs.tokens["input_ids"]
         assumptions.append(_POSITIONS)
     eval_rows = args.per_device_eval_batch_size
@@ -91,13 +89,6 @@ def _num_parts(args: Any) -> int:
     given = getattr(args, "parallelism_config", None)
     exported = os.environ.get("PARALLELISM_CONFIG_TP_SIZE", "1")
     return int(exported if given is None else given.tp_size)
-
-
-def check_rows(args: HfArguments) -> None:
-    """Refuse batches without rows, or with too many."""
-    for name in ("per_device_train_batch_size", "per_device_eval_batch_size"):
-        if not 1 <= (number := getattr(args, name)) <= MOST_ROWS:
-            raise PlanError(f"{name} is a number of rows from 1 to {MOST_ROWS:,}, got {number:,}")
 
 
 def _inputs_of(model: Any, source: ConfigSource) -> _Inputs:
@@ -171,8 +162,8 @@ def _make_fixed_inputs(model: Any, length: int) -> _Inputs:
         return _Inputs({takes: sound}, {}, [said])
     instead = "give --sound-seconds, or " if _takes_samples(model) else ""
     raise NotPredicted(
-        f"{type(model).__name__} from a config alone, which takes {takes} of a size that its "
-        f"config does not give: {instead}{GIVE_A_TRAINER}"
+        f"{type(model).__name__} from its config alone, which does not give the size of"
+        f" {takes}: {instead}{GIVE_A_TRAINER}"
     )
 
 
@@ -187,7 +178,7 @@ def _labels(model: Any, source: ConfigSource) -> dict[str, tuple[int, ...]]:
         return {"labels": ()}
     if name.endswith("ForQuestionAnswering"):
         return {"start_positions": (), "end_positions": ()}
-    raise NotPredicted(f"{name} from a config alone: {GIVE_A_TRAINER}")
+    raise NotPredicted(f"{name} from its config alone: {GIVE_A_TRAINER}")
 
 
 def _set_what_labels_need(config: Any) -> list[str]:
@@ -221,6 +212,6 @@ def _check_positions(model: torch.nn.Module, length: int) -> None:
             continue
         if length > module.num_embeddings:
             raise PlanError(
-                f"a row has {length:,} tokens (--seq-length), and the model has positions for "
-                f"{module.num_embeddings:,} ({name})"
+                f"--seq-length {length:,} is more than the model's {module.num_embeddings:,}"
+                f" positions ({name})"
             )

@@ -11,7 +11,7 @@ from trainer_plugins.patched import Patches
 from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.rehearse import rollout
 from trainer_plugins.planner.rehearse.arguments import copy_arguments
-from trainer_plugins.planner.rehearse.from_config import PADDED, check_rows
+from trainer_plugins.planner.rehearse.from_config import PADDED
 from trainer_plugins.planner.rehearse.gather import longest_batch
 from trainer_plugins.planner.rehearse.loops import WORDS, Loop, loop_of
 from trainer_plugins.planner.rehearse.model_of_config import adapter_of, load_model
@@ -25,7 +25,6 @@ TEXTS_OF_A_PACKED_ROW = 2
 
 def rehearse(source: ConfigSource, build: Build) -> Rehearsed:
     """Build a TRL Trainer from a config. It trains, evaluates and saves."""
-    check_rows(build.args)
     loop, own_args = loop_of(source), copy_arguments(build.args, build.folder)
     if build.args.do_eval and rollout.generates(loop.trainer):
         raise NotPredicted(f"an evaluation with --trainer {source.trainer}: {GIVE_A_TRAINER}")
@@ -53,10 +52,7 @@ def rehearse(source: ConfigSource, build: Build) -> Rehearsed:
 
 
 def _make(
-    loop: Loop,
-    source: ConfigSource,
-    args: Any,
-    model_of: Callable[[], torch.nn.Module],
+    loop: Loop, source: ConfigSource, args: Any, model_of: Callable[[], torch.nn.Module]
 ) -> tuple[Any, list[str]]:
     """Build the Trainer of a loop and list assumptions; `model_of` also builds a reference."""
     from datasets import Dataset
@@ -64,7 +60,7 @@ def _make(
     if loop.name == "SFT" and getattr(args, "padding_free", False):
         raise NotPredicted(f"padding_free with --trainer {source.trainer}: {GIVE_A_TRAINER}")
     length, said = _length(loop, source, args)
-    rows, rewards = args.per_device_train_batch_size, {}
+    rows, rewards = args.per_device_train_batch_size, dict[str, list[Any]]()
     if getattr(args, "packing", False) and args.max_length:  # TRL refuses packing without it
         length, rows = args.max_length // TEXTS_OF_A_PACKED_ROW, rows * TEXTS_OF_A_PACKED_ROW
         said = [
@@ -74,12 +70,11 @@ def _make(
     if rollout.generates(loop.trainer):
         length -= args.max_completion_length
         rows = -(-rollout.rows_of_a_batch(args) // args.num_generations)
-        rewards = {"reward_funcs": [_reward_nothing]}
+        rewards = {"reward_funcs": [lambda **_: []]}  # not called
         if length < 1:
             raise PlanError(
-                f"a row has {source.sequence_length:,} tokens (--seq-length), of which its"
-                f" completion takes {args.max_completion_length:,} (--max_completion_length):"
-                " the prompt gets none"
+                f"rows of {source.sequence_length:,} tokens (--seq-length) leave no room for a"
+                f" prompt beside --max_completion_length {args.max_completion_length:,}"
             )
         said.append(f"prompts have {length:,} tokens: the row without its completion")
     elif loop.halves_rows:
@@ -120,11 +115,6 @@ def _replace_files(patches: Patches, loop: Loop, model_of: Callable[[], torch.nn
         for name, answer in answers.items():
             if home.startswith("trl.") and hasattr(sys.modules[home], name):
                 patches.set(sys.modules[home], name, answer)
-
-
-def _reward_nothing(**_: object) -> list[float]:
-    """Stand in for the user's rewards, which are not computed."""
-    raise AssertionError("plans compute no rewards")
 
 
 def _tokenizer() -> Any:

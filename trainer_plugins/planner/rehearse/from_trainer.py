@@ -61,7 +61,10 @@ def _revive(sent: dict[str, Any], device_map: Mapping[str, int], build: Build) -
     trainer.optimizer, trainer.lr_scheduler = sent["optimizer"], None
     trainer._created_lr_scheduler = False
     if rollout.generates(trainer):
-        rollout.revive(trainer)
+        trainer.log_completions = False
+        if "trl.distributed" in sys.modules:  # an older TRL is refused later
+            backend: Any = sys.modules["trl.distributed"]
+            trainer._dist = backend.DistributedBackend(trainer.accelerator)
     if build.streaming is not None:
         build.streaming.begin(trainer)
     if device_map:

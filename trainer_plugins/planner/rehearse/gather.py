@@ -38,11 +38,11 @@ def request_of(
 ) -> PlanRequest:
     """Build the request of a Trainer's run; `num_gpus` and `card` default to the Trainer's own."""
     if trainer.model is None:
-        raise PlanError("the Trainer has no model yet: pass one instead of model_init")
+        raise PlanError("the Trainer has no model yet: build it with model=, not with model_init=")
     args, device_map = trainer.args, device_map_of(trainer, num_gpus)
     if getattr(args, "use_cpu", False) and card is None and torch.accelerator.is_available():
         raise NotPredicted(
-            "training on the CPU (use_cpu) beside a card: name a card to plan for it"
+            "a run on the CPU (use_cpu) of a machine with a GPU: name the GPU to plan for"
         )
     num_gpus = 1 if device_map else num_gpus or max(1, args.world_size)
     with keep_undisturbed(trainer):
@@ -61,7 +61,7 @@ def request_of(
                 replaced=find_replaced_by_liger(),
             )
         except (pickle.PicklingError, RecursionError) as error:
-            raise PlanError(f"the Trainer cannot be sent to another process: {error}") from error
+            raise PlanError(f"the Trainer cannot be pickled for its dry run: {error}") from error
     resident_layers, streams_embeddings = _read_stream(trainer)
     engine = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
     here = _card_here(args.device) if card is None else None
@@ -170,7 +170,7 @@ def longest_batch(trainer: Any, num_rows: int | None = None) -> tuple[object, st
 
 def _longest_batch(trainer: Any, dataset: Any, rows: int, name: str) -> tuple[object, str]:
     if dataset is None:
-        raise PlanError(f"the Trainer has no {name}, which a plan needs to find its longest batch")
+        raise PlanError(f"the Trainer has no {name}: a plan needs it to find the longest batch")
     collator = trainer.data_collator
     if type(dataset).__module__.startswith("datasets.") and has_rows(dataset):
         # If no column is a model input, the Trainer's own loader reads them.

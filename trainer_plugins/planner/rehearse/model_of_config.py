@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from trainer_plugins.planner.plan import NotPredicted, PlanError
+from trainer_plugins.planner.plan import RUN_IT, NotPredicted, PlanError
 from trainer_plugins.planner.rehearse.refusals import first_line
 from trainer_plugins.planner.request import ConfigSource
 from trainer_plugins.planner.tried import is_transformers_4
@@ -40,7 +40,7 @@ def load_model(
         raise
     except Exception as error:  # a config can be wrong in any way, and raise anything
         why = f"{type(error).__name__}: {first_line(error)}"
-        raise PlanError(f"the config builds no model: {why}") from error
+        raise PlanError(f"transformers cannot build the model of this config: {why}") from error
     model.config.name_or_path = source.config.get("_name_or_path", "")
     if source.config.get("tie_word_embeddings") is False:
         untie(model)
@@ -71,8 +71,8 @@ def _load(
     options: dict[str, Any] = {"dtype": dtype}
     if is_streamed:
         options["device_map"] = "cpu"
-    elif loads_onto_the_card(source):
-        options["device_map"] = "auto"
+    elif source.trainer not in (None, "orpo", "cpo") and os.environ.get("WORLD_SIZE", "1") == "1":
+        options["device_map"] = "auto"  # trl/trainer/utils.py, create_model_from_path
     if given := source.config.get("quantization_config"):
         options["quantization_config"] = _read_quantisation(given)
     if source.quantisation is not None:
@@ -97,8 +97,8 @@ def _read_quantisation(given: Any) -> Any:
     if given.get("load_in_4bit") or given.get("load_in_8bit"):
         return transformers.BitsAndBytesConfig.from_dict(dict(given))
     raise NotPredicted(
-        f"a base that {method} has quantised, from a config alone: plan -- COMMAND runs your"
-        " script; without quantization_config, --load-in-4bit or --load-in-8bit comes near"
+        f"a {method} checkpoint from its config alone: {RUN_IT}, or drop quantization_config and"
+        " approximate it with --load-in-4bit or --load-in-8bit"
     )
 
 
@@ -108,7 +108,7 @@ def config_of(given: Mapping[str, object]) -> Any:
 
     kind = given.get("model_type")
     if kind is None:
-        raise PlanError("the config has no model_type: it is not the config.json of a model")
+        raise PlanError("the config is not a model's config.json: it has no model_type")
     if kind not in transformers.CONFIG_MAPPING:
         raise PlanError(f"transformers {transformers.__version__} has no model_type {kind!r}")
     kept = {name: value for name, value in given.items() if name not in _LEFT_OUT}
@@ -156,8 +156,8 @@ def _find_class(config: Any, kind: object) -> Any:
     is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
     if not is_model:
         raise PlanError(
-            f"{spelt}: transformers {transformers.__version__} has no model of that name. Without "
-            f"architectures, the usual class of the model_type {kind!r} is planned"
+            f"{spelt}: transformers {transformers.__version__} has no such model. Without"
+            f" architectures, we plan the usual class of model_type {kind!r}"
         )
     if found.config_class is None or isinstance(_part_of(config, found), found.config_class):
         return found
@@ -178,15 +178,6 @@ def _part_of(config: Any, model: Any) -> Any:
     return next((each for each in (config, *parts) if isinstance(each, wanted)), config)
 
 
-def loads_onto_the_card(source: ConfigSource) -> bool:
-    """Return whether TRL loads the model with device_map="auto", as it does in a single process.
-
-    See trl/trainer/utils.py, create_model_from_path; ORPO and CPO do not call it.
-    """
-    of_trl = source.trainer is not None and source.trainer not in ("orpo", "cpo")
-    return of_trl and int(os.environ.get("WORLD_SIZE", "1")) == 1
-
-
 def class_and_config(source: ConfigSource, config: Any) -> tuple[Any, Any]:
     """Return the class of the run's model, and the part of the config that it takes."""
     from transformers import AutoModelForSequenceClassification
@@ -195,7 +186,7 @@ def class_and_config(source: ConfigSource, config: Any) -> tuple[Any, Any]:
         config.num_labels, config.architectures = 1, None
         known = AutoModelForSequenceClassification._model_mapping
         if type(config) not in known:
-            raise NotPredicted(f"a reward model of {config.model_type}: it has no classifier")
+            raise NotPredicted(f"a reward model of {config.model_type}, which has no classifier")
         return known[type(config)], config
     if source.num_labels is not None:
         config.num_labels = source.num_labels
@@ -261,9 +252,7 @@ def adapter_of(given: Mapping[str, object]) -> Any:
     try:
         import peft
     except ImportError as error:
-        raise PlanError(
-            "LoRA and other adapters need the package peft: pip install peft"
-        ) from error
+        raise PlanError("adapters such as LoRA need peft: pip install peft") from error
     name = str(given.get("peft_type", "LORA")).upper()
     kind = peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING.get(name)
     if kind is None:

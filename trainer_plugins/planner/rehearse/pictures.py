@@ -33,8 +33,8 @@ def pictures_of(model: Any, source: ConfigSource) -> Pictures:
     found = KINDS[kind](model.config, source, number)
     if found.num_tokens >= source.sequence_length:
         raise PlanError(
-            f"a row has {source.sequence_length:,} tokens (--seq-length), of which its"
-            f" pictures take {found.num_tokens:,} (--images-per-row {number}): text gets none"
+            f"rows of {source.sequence_length:,} tokens (--seq-length) leave no room for text"
+            f" beside {found.num_tokens:,} tokens of images (--images-per-row {number})"
         )
     return found
 
@@ -55,8 +55,8 @@ def _measure_tower(config: Any, source: ConfigSource) -> tuple[int, int]:
     side = config.vision_config.image_size
     if source.image_size not in (None, (side, side)):
         raise PlanError(
-            f"--image-size: this model's pictures have {side}x{side} pixels (image_size of its "
-            "vision_config); give the pieces that a larger one is cut into as --images-per-row"
+            f"--image-size must be {side}x{side} for this model (image_size of its vision_config):"
+            " count the tiles of a larger image with --images-per-row"
         )
     return side, side // config.vision_config.patch_size
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from trainer_plugins.checkpointing import is_asked, is_checkpointing
 from trainer_plugins.hf_trainer import HfArguments
+from trainer_plugins.planner.rehearse.rehearsal import count_sharers
 from trainer_plugins.planner.request import ConfigSource, PlanRequest, TrainerSource
 from trainer_plugins.wrapped import base_model
 
@@ -18,7 +19,7 @@ def describe_run(request: PlanRequest, trainer: Any, args: HfArguments) -> dict[
     base: Any = base_model(model)
     name = getattr(getattr(base, "config", None), "_name_or_path", "")
     rows, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
-    shares = _cards_of_a_row(trainer)
+    shares = count_sharers(trainer, "cp", "sp", "tp")
     batch = rows * steps * request.num_gpus // shares
     shared = f" ({shares} share a row)" if shares > 1 else ""
     planned = {
@@ -54,14 +55,6 @@ def describe_run(request: PlanRequest, trainer: Any, args: HfArguments) -> dict[
     if request.allocator:
         planned["allocator"] = request.allocator
     return planned
-
-
-def _cards_of_a_row(trainer: Any) -> int:
-    """Return how many cards share the same rows."""
-    shared = getattr(trainer.accelerator, "parallelism_config", None)
-    if shared is None:
-        return 1
-    return int(shared.cp_size * getattr(shared, "sp_size", 1) * shared.tp_size)
 
 
 def _length(source: ConfigSource, args: Any) -> dict[str, str]:
@@ -105,7 +98,7 @@ def _strategy(request: PlanRequest, trainer: Any) -> str:
         return f"DeepSpeed ZeRO-{stage}" if stage is not None else "DeepSpeed"
     if trainer.is_fsdp_enabled:
         return f"FSDP{accelerator.state.fsdp_plugin.fsdp_version}"
-    if getattr(getattr(accelerator, "parallelism_config", None), "tp_size", 1) > 1:
+    if count_sharers(trainer, "tp") > 1:
         return "tensor parallelism"
     source = request.source
     if isinstance(source, TrainerSource) and (cards := {*source.device_map.values()} - {0}):

@@ -14,13 +14,11 @@ from trainer_plugins.launch.lint.deepspeed import zero_findings
 from trainer_plugins.launch.lint.document import Document, part
 from trainer_plugins.launch.lint.schema import schema_findings
 from trainer_plugins.oldest import too_old
-from trainer_plugins.planner.plan import NotPredicted, PlanError
+from trainer_plugins.planner.plan import RUN_IT, NotPredicted, PlanError
 from trainer_plugins.planner.rehearse import rollout
 from trainer_plugins.planner.rehearse.loops import LOOPS
 
-_RUN_IT = "plan -- COMMAND runs its script"
-
-GIVE_A_TRAINER = "give plan_run a Trainer: its collator knows the inputs"
+GIVE_A_TRAINER = "pass your Trainer to plan_run, whose collator builds the batches"
 
 _NON_REENTRANT = advice.NON_REENTRANT.flag(Door.TRAINER)
 _WHY = {
@@ -80,7 +78,7 @@ def refuse_trainer(trainer: HfTrainer) -> None:
         raise PlanError(why)
     # Most others generate in their own way.
     if of_trl and of_trl[0] not in {f"{loop.name}Trainer" for loop in LOOPS.values()}:
-        raise NotPredicted(f"TRL's {of_trl[0]} as an object: {_RUN_IT}")
+        raise NotPredicted(f"a {of_trl[0]} of TRL passed to plan_run: {RUN_IT}")
     if rollout.generates(trainer):
         rollout.refuse(trainer)
 
@@ -89,8 +87,8 @@ def refuse_divided(model: torch.nn.Module) -> None:
     """Refuse a Trainer's model with sharded tensors: only a config can be planned that way."""
     if (num_cards := getattr(model, "_tp_size", None)) not in (None, 1):
         raise NotPredicted(
-            f"tensor parallelism (tp_size {num_cards} in the model of a Trainer): plan its "
-            f"config, with tp_size in --accelerate-config, or {_RUN_IT}"
+            f"tensor parallelism of a Trainer's model (tp_size {num_cards}): plan its config,"
+            f" with tp_size in --accelerate-config, or {RUN_IT}"
         )
 
 
@@ -99,7 +97,7 @@ def refuse_deepspeed(config: Mapping[str, Any]) -> None:
     zero = config.get("zero_optimization")
     for name in ("offload_optimizer", "offload_param"):
         if isinstance(zero, dict) and part(zero, f"{name}.device") == "nvme":
-            raise NotPredicted(f"{name} to NVMe: plan it with the device cpu")
+            raise NotPredicted(f"{name} to NVMe: plan it with device cpu")
     # accelerate sets steps_per_print to infinity
     written = {key: value for key, value in config.items() if value != float("inf")}
     document = Document(name="deepspeed", deepspeed=written)

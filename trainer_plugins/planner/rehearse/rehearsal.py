@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -44,23 +45,21 @@ def other_models(trainer: HfTrainer) -> list[torch.nn.Module]:
 
 def loader(trainer: HfTrainer, make: Callable[[], Batch], num_batches: int) -> object:
     """Return a loader with this many batches for each rank."""
+    # Cards that share a row get the same batch (accelerate/data_loader.py, prepare_data_loader),
+    # except under DeepSpeed, which gathers the batches of such cards.
+    num_readers = trainer.accelerator.num_processes // count_sharers(trainer, "cp", "tp")
     loader: object = torch.utils.data.DataLoader(
-        range(num_batches * _num_readers(trainer)),  # type: ignore[arg-type]
+        range(num_batches * num_readers),  # type: ignore[arg-type]
         batch_size=1,
         collate_fn=lambda _: make(),
     )
     return trainer.accelerator.prepare_data_loader(loader)
 
 
-def _num_readers(trainer: HfTrainer) -> int:
-    """Return how many cards read their own batches.
-
-    Cards that share a row get the same batch (accelerate/data_loader.py, prepare_data_loader),
-    except under DeepSpeed, which gathers the batches of such cards.
-    """
-    shared = getattr(trainer.accelerator, "parallelism_config", None)
-    num_cards = trainer.accelerator.num_processes
-    return num_cards // (shared.cp_size * shared.tp_size) if shared is not None else num_cards
+def count_sharers(trainer: HfTrainer, *kinds: str) -> int:
+    """Return how many cards work on the same rows by these kinds of parallelism: cp, sp, tp."""
+    sizes = trainer.accelerator.parallelism_config  # None, or without sp_size in accelerate 1.10
+    return prod(getattr(sizes, f"{kind}_size", 1) for kind in kinds)
 
 
 def copy_batch(batch: Any) -> Any:

@@ -1,13 +1,12 @@
 """Rehearse a Trainer that generates its own training data: TRL's GRPO and RLOO."""
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from trainer_plugins.planner.cards import Card
-from trainer_plugins.planner.plan import NotPredicted, PlanError
+from trainer_plugins.planner.plan import RUN_IT, NotPredicted, PlanError
 
 COLUMNS = ("prompt", "image", "images")  # columns of a row that it reads
 
@@ -31,15 +30,7 @@ def refuse(trainer: Any) -> None:
         ("tools", "completions that call tools"),
     ):
         if getattr(trainer, name, None):
-            raise NotPredicted(f"{type(trainer).__name__} with {what}")
-
-
-def revive(trainer: Any) -> None:
-    """Rebuild the parts of such a Trainer that belong to a process."""
-    trainer.log_completions = False
-    distributed: Any = sys.modules.get("trl.distributed")
-    if distributed is not None:  # an older TRL is refused later
-        trainer._dist = distributed.DistributedBackend(trainer.accelerator)
+            raise NotPredicted(f"a {type(trainer).__name__} with {what}: {RUN_IT}")
 
 
 def prepare(trainer: Any, card: Card | None) -> None:

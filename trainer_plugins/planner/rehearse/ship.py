@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import io
 import pickle
+from copyreg import __newobj__ as newobj  # type: ignore[attr-defined]
 from types import FunctionType
 from typing import Any
 
@@ -14,32 +15,14 @@ from torch.nn.utils import parametrize
 from trainer_plugins.planner.rehearse import rollout
 from trainer_plugins.streaming.stream import Stream, stream_of
 
-_LEFT_HERE = frozenset(
-    {
-        "accelerator",
-        "callback_handler",
-        "control",
-        "state",
-        "_memory_tracker",
-        "deepspeed",
-        "model_wrapped",
-        "train_dataset",
-        "eval_dataset",
-        "model_init",
-        "hp_search_backend",
-        "data_collator",
-        "compute_metrics",
-        "_dist",
-        "vllm_generation",
-        "vllm_client",
-        "async_loop",
-        "async_loop_thread",
-        "lr_scheduler",
-        "_created_lr_scheduler",
-        "get_train_dataloader",
-        "get_eval_dataloader",
-    }
-)  # Rebuilt there, or never used; a subclass finds everything else that its constructor set.
+# Rebuilt there, or never used; a subclass finds everything else that its constructor set.
+_LEFT_HERE = {
+    "accelerator", "callback_handler", "control", "state", "_memory_tracker", "deepspeed",
+    "model_wrapped", "train_dataset", "eval_dataset", "model_init", "hp_search_backend",
+    "data_collator", "compute_metrics", "_dist", "vllm_generation", "vllm_client", "async_loop",
+    "async_loop_thread", "lr_scheduler", "_created_lr_scheduler", "get_train_dataloader",
+    "get_eval_dataloader",
+}  # fmt: skip
 
 # the original `forward` of a module that accelerate dispatches or prepares
 _FORWARDS = frozenset({"_old_forward", "_original_forward"})
@@ -51,9 +34,7 @@ _OF_ACCELERATE = _FORWARDS | {"_hf_hook", "to", "cuda"}
 _NOT_SENDABLE = (pickle.PicklingError, TypeError, AttributeError, ValueError, RuntimeError)
 
 _MARKS = {
-    id(getattr(dataclasses, name)): name
-    for name in ("MISSING", "KW_ONLY", "_HAS_DEFAULT_FACTORY")
-    if hasattr(dataclasses, name)
+    id(getattr(dataclasses, name)): name for name in ("MISSING", "KW_ONLY", "_HAS_DEFAULT_FACTORY")
 }  # markers that dataclasses compares by identity
 
 
@@ -105,7 +86,6 @@ def _can_be_sent(value: object) -> bool:
 
 def loads(content: bytes) -> Any:
     """Unpickle the output of `dumps`; tensors are in main memory, without values."""
-    _storages.clear()
     try:
         return pickle.loads(content)
     finally:
@@ -145,7 +125,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # it is not typed
             return _reduce_module(value)
         if isinstance(value, torch.nn.Module) and parametrize.is_parametrized(value):
             kind = parametrize.type_before_parametrizations(value)
-            return _new_module, (kind,), vars(value), None, None, _restore_parametrized
+            return newobj, (kind,), vars(value), None, None, _restore_parametrized
         if id(value) in _MARKS:
             return getattr, (dataclasses, _MARKS[id(value)])
         if type(value) is functools.cached_property:  # before Python 3.12 it holds a lock
@@ -182,10 +162,6 @@ def _reduce_module(module: torch.nn.Module) -> tuple[object, ...]:
     found = (made[2].get(name) for name in ("_old_forward", "_original_forward"))
     state["forward"] = next(each for each in found if each is not None)
     return (made[0], made[1], state, *made[3:])
-
-
-def _new_module(kind: type[torch.nn.Module]) -> torch.nn.Module:
-    return kind.__new__(kind)
 
 
 def _restore_parametrized(module: torch.nn.Module, state: dict[str, object]) -> None:

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from trainer_plugins.planner.plan import NotPredicted, PlanError
-from trainer_plugins.planner.request import MOST_CARDS
+from trainer_plugins.planner.plan import RUN_IT, NotPredicted, PlanError
 from trainer_plugins.wrapped import base_model
 
 _ELSEWHERE = ("cpu", "disk")
@@ -22,20 +21,18 @@ def device_map_of(trainer: Any, num_gpus: int | None) -> dict[str, int]:
     placed: Mapping[str, object] = trainer.model.hf_device_map
     away = sorted(name for name, device in placed.items() if str(device) in _ELSEWHERE)
     if away:
-        raise NotPredicted(f"parts of a model that its device_map leaves off the cards ({away[0]})")
+        raise NotPredicted(f"a model with parts off the GPUs (device_map: {away[0]}): {RUN_IT}")
     if trainer.args.world_size > 1:
         raise NotPredicted(
-            "a model spread over several cards (hf_device_map) in each of many ranks"
+            f"a model that each of several ranks spreads over GPUs (hf_device_map): {RUN_IT}"
         )
     others = (value for name, value in vars(trainer).items() if not name.startswith("model"))
     if any(len(set((getattr(each, "hf_device_map", None) or {}).values())) > 1 for each in others):
-        raise NotPredicted("a second model of the Trainer that is spread over several cards")
+        raise NotPredicted(f"a second model that is spread over GPUs (hf_device_map): {RUN_IT}")
     found = {name: _index(device) for name, device in placed.items()}
     num_cards = 1 + max(found.values())
     if num_gpus not in (None, 1, num_cards):
-        raise PlanError(f"the model is spread over {num_cards} cards, and num_gpus is {num_gpus}")
-    if num_cards > MOST_CARDS:
-        raise NotPredicted(f"a model spread over {num_cards} cards: the most is {MOST_CARDS}")
+        raise PlanError(f"the model is spread over {num_cards} GPUs, and num_gpus is {num_gpus}")
     return found
 
 

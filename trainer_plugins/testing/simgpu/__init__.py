@@ -58,7 +58,6 @@ __all__ = [
     "enable",
     "fail_at",
     "is_enabled",
-    "place_next_segment",
     "set_capacity",
     "unavailable_reason",
 ]
@@ -140,15 +139,6 @@ def fail_at(n: int) -> None:
     if n < 1:
         raise ValueError(f"allocations are counted from 1, got {n}")
     _require_enabled().library.simgpu_fail_at(n)
-
-
-def place_next_segment(address: int) -> None:
-    """Place the card's next segment at this address of the process.
-
-    The allocator picks between two free blocks of one size by address, so a real card's trace can
-    only be repeated at its addresses. If the address is in use, that allocation fails.
-    """
-    _require_enabled().library.simgpu_place_next(address)
 
 
 def allocations() -> int:

@@ -16,7 +16,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "card.h"
+#include "../card_file.h"
 #include "pages.h"
 
 namespace simgpu {
@@ -58,7 +58,7 @@ void free_device_memory(void* ptr);  // DataPtr wants a plain function; defined 
 
 class DeviceAllocator final : public c10::DeviceAllocator {
  public:
-  Card card;
+  simcard::Card card;
 
   c10::DataPtr allocate(size_t num_bytes) override {
     void* ptr = num_bytes ? malloc(num_bytes) : nullptr;
@@ -84,9 +84,6 @@ class DeviceAllocator final : public c10::DeviceAllocator {
 
   // Whatever is free, the segments of this process together are no more than this.
   void limit(uint64_t num_bytes) { limit_bytes_ = num_bytes; }
-
-  // The next segment lies here, if nothing of the process does.
-  void place_next(uintptr_t address) { next_address_ = address; }
 
   // New memory is mapped into segments that grow, as with PYTORCH_ALLOC_CONF=expandable_segments:True.
   void use_expandable_segments(bool use) { expandable_segments_ = use; }
@@ -206,9 +203,7 @@ class DeviceAllocator final : public c10::DeviceAllocator {
     }
     // The host gives pages when they are first written, so a card may be larger than the host's memory.
     constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-    const uintptr_t address = next_address_.exchange(0);
-    void* memory = mmap(reinterpret_cast<void*>(address), alloc_size, PROT_READ | PROT_WRITE,
-                        kFlags | (address ? MAP_FIXED_NOREPLACE : 0), -1, 0);
+    void* memory = mmap(nullptr, alloc_size, PROT_READ | PROT_WRITE, kFlags, -1, 0);
     if (memory == MAP_FAILED) {
       card.release(alloc_size);
       return nullptr;
@@ -489,7 +484,6 @@ class DeviceAllocator final : public c10::DeviceAllocator {
   c10::CachingDeviceAllocator::DeviceStats stats_;
   std::atomic<uint64_t> num_allocations_{0}, allocations_until_failure_{0};
   std::atomic<uint64_t> limit_bytes_{UINT64_MAX};  // no limit
-  std::atomic<uintptr_t> next_address_{0};  // 0: wherever the host puts it
 };
 
 // Never destroyed: tensors in static storage are freed after main, and so after a static of ours would be.

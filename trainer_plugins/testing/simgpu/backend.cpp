@@ -122,20 +122,15 @@ int simgpu_register(int num_indices) {
 }
 
 int simgpu_attach_card(const char* path, const char* process_name) {
-  try {
-    device_allocator().card.attach(path, process_name);
-    return 0;
-  } catch (const c10::Error& error) {
-    last_error = error.what_without_backtrace();
-    return 1;
-  }
+  const std::string why_not = device_allocator().card.attach(path, process_name);
+  if (!why_not.empty()) last_error = "simgpu: " + why_not;
+  return why_not.empty() ? 0 : 1;
 }
 
 const char* simgpu_last_error() { return last_error.c_str(); }
 void simgpu_fail_at(uint64_t n) { device_allocator().fail_at(n); }
 void simgpu_limit(uint64_t num_bytes) { device_allocator().limit(num_bytes); }
 void simgpu_expandable(int use) { device_allocator().use_expandable_segments(use != 0); }
-void simgpu_place_next(uint64_t address) { device_allocator().place_next(address); }
 // Returns when autograd's device thread has dropped every graph it was given; __init__.py says why that matters.
 //
 // One more backward is the wait. The queue serves the newest node first, by a count that each thread keeps for itself,

@@ -15,12 +15,12 @@ from trainer_plugins.compiled import (
 )
 
 _SOURCES = Path(__file__).parent
+_CARD_FILE = _SOURCES.parent / "card_file.h"
 _TIMEOUT_SECONDS = 600
 _SETTERS = {
     "simgpu_expandable": ctypes.c_int,
     "simgpu_fail_at": ctypes.c_uint64,
     "simgpu_limit": ctypes.c_uint64,
-    "simgpu_place_next": ctypes.c_uint64,
 }  # functions that set one number, each with its type
 
 
@@ -46,7 +46,7 @@ def built_library() -> Path:
         raise SimgpuUnavailable(f"simgpu runs on Linux only, this is {platform.system()}")
     compiler = cpp_compiler()
     # A build depends on torch, architecture, C library and sources.
-    sources = sorted([*_SOURCES.glob("*.h"), *_SOURCES.glob("*.cpp"), Path(__file__)])
+    sources = sorted([*_SOURCES.glob("*.h"), *_SOURCES.glob("*.cpp"), _CARD_FILE, Path(__file__)])
     contents = [path.read_bytes() for path in sources]
     name = fingerprint(torch.__version__, platform.libc_ver()[0], *contents)
     library = cache_folder() / f"simgpu-torch{torch.__version__}-{name}.so"

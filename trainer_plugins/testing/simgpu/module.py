@@ -13,15 +13,9 @@ Device = torch.device | str | int | None
 Functions = dict[str, object]
 
 _FROM_ACCELERATOR = (
-    "empty_cache",
-    "memory_stats",
-    "memory_allocated",
-    "max_memory_allocated",
-    "memory_reserved",
-    "max_memory_reserved",
-    "reset_accumulated_memory_stats",
-    "reset_peak_memory_stats",
-)
+    "empty_cache", "memory_stats", "memory_allocated", "max_memory_allocated", "memory_reserved",
+    "max_memory_reserved", "reset_accumulated_memory_stats", "reset_peak_memory_stats",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
