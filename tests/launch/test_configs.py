@@ -10,7 +10,7 @@ import yaml
 
 from tests.test_cli import command
 from trainer_plugins.launch import configs
-from trainer_plugins.launch.lint.document import ConfigError, Document, read_document
+from trainer_plugins.launch.lint.document import Document, read_document
 
 FAMILY = {
     *(
