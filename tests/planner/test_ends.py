@@ -120,6 +120,7 @@ def test_a_file_of_the_user_is_not_taken_for_a_module_of_python(tmp_path):
         (["--timeout", "-1", "--search", "--gpu", "24GiB"], "--timeout must be above 0"),
         (["--seq-length", "0"], "--seq-length must be at least 1, got 0"),
         (["--seq-length", "-5"], "got -5"),
+        (["--seq-length", str(10**15)], "--seq-length must be at most 16,777,216, got 1,000,"),
         (["--target-length", "0"], "--target-length must be at least 1, got 0"),
         (["--per_device_train_batch_size", "-1"], "must be at least 1, got -1"),
         (["--eval_accumulation_steps=0"], "--eval_accumulation_steps must be at least 1"),

@@ -4,6 +4,7 @@ import ctypes
 import json
 import os
 import shutil
+import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -44,13 +45,17 @@ def code_of(function: Callable[..., object], *arguments: object) -> int:
 
 @alone
 def test_clients_of_the_running_process_see_the_scripted_cards(tmp_path):
-    driver = ScriptedNvml(tmp_path).driver(version="575.57.08")
+    driver = ScriptedNvml(tmp_path).driver(version="575.57.08", cuda_version=12090)
     first = (
         driver.card(CARD).process(100, 3 * GIB, name="train").process(200, GIB, says_bytes=False)
     )
-    first.card(total_bytes=24 * GIB, reserved_bytes=0, name="NVIDIA L4").write().preload()
+    second = first.card(total_bytes=24 * GIB, reserved_bytes=0, name="NVIDIA L4").process(
+        300, GIB, graphics=True
+    )
+    second.write().preload()
     pynvml.nvmlInit()
     assert pynvml.nvmlSystemGetDriverVersion() == "575.57.08"
+    assert pynvml.nvmlSystemGetCudaDriverVersion() == 12090
     assert pynvml.nvmlDeviceGetCount() == 2
 
     # Memory: version 1 counts as used what the driver has reserved, version 2 does not.
@@ -76,6 +81,7 @@ def test_clients_of_the_running_process_see_the_scripted_cards(tmp_path):
         == 1
     )
     assert pynvml.nvmlDeviceGetComputeRunningProcesses(handle) == []
+    assert [row.pid for row in pynvml.nvmlDeviceGetGraphicsRunningProcesses(handle)] == [300]
     assert (
         code_of(pynvml.nvmlDeviceGetHandleByUUID, CARD[:12]) == pynvml.NVML_ERROR_NOT_FOUND
     )  # no prefixes
@@ -103,9 +109,10 @@ def test_a_new_script_is_in_force_at_the_next_call(tmp_path):
             pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2).used == num_bytes
         )
 
-    card.process(100, GIB).process(200, GIB).hide(200).write()
-    assert memory(CARD).used == 2 * GIB
-    assert processes(CARD) == {100: GIB}  # the other is used, and not in the list
+    # What grows, grows with the queries and not with time.
+    card.process(100, GIB, grow_bytes=MIB).process(200, GIB).hide(200).write()
+    assert [memory(CARD).used - 2 * GIB for _ in range(4)] == [0, MIB, 2 * MIB, 3 * MIB]
+    assert processes(CARD) == {100: GIB + 3 * MIB}  # the other is used, and not in the list
 
     # No card holds more than it has.
     card.process(100, 200 * GIB).write()
@@ -208,43 +215,77 @@ def test_a_forked_child_has_to_initialise_again(tmp_path):
     assert memory(CARD).total == 80 * GIB
 
 
+def card_file(uuid: str, capacity_bytes: int, *slots: tuple[int, int, int, bytes]) -> bytes:
+    """A card file as the simulated accelerator keeps it; a slot is pid, flags, bytes, name."""
+    header = struct.pack("<8sQ48s", b"SIMCARD1", capacity_bytes, uuid.encode())
+    return (header + b"".join(struct.pack("<iIQ48s", *slot) for slot in slots)).ljust(4096, b"\0")
+
+
 @alone
 def test_a_card_file_speaks_for_a_simulated_card(tmp_path):
     path = tmp_path / "card"
     card = ScriptedNvml(tmp_path).card_from_file(path, reserved_bytes=MIB).write()
     card.preload()
     pynvml.nvmlInit()
-    # There is no file yet.
-    assert code_of(pynvml.nvmlDeviceGetHandleByIndex, 0) == pynvml.NVML_ERROR_GPU_IS_LOST
+    assert (
+        code_of(pynvml.nvmlDeviceGetHandleByIndex, 0) == pynvml.NVML_ERROR_GPU_IS_LOST
+    )  # no file yet
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    simulated = SimCard.create(path, 256 * MIB, CARD)
-    full_name = "n" * 47
-    simulated.hold(4242, 10 * MIB, full_name)
-    simulated.hold(child.pid, 20 * MIB, "infer", live=True)
-    simulated.hold(os.getpid(), 20 * MIB, "train", live=True)
-    simulated.hold(os.getpid(), 5 * MIB, "outside of torch")  # the driver lists a process once
+    full_name = b"n" * 48
+    free, fixed, live = (
+        (0, 0, 5, b""),
+        (4242, 0, 10 * MIB, full_name),
+        (child.pid, 1, 20 * MIB, b"infer"),
+    )
+    path.write_bytes(card_file(CARD, 256 * MIB, free, fixed, live))
     info = memory(CARD)
-    assert (info.total, info.reserved, info.used) == (257 * MIB, MIB, 55 * MIB)
-    assert (info.used, info.free) == (simulated.used_bytes, simulated.free_bytes)
-    held = {4242: 10 * MIB, child.pid: 20 * MIB, os.getpid(): 25 * MIB}
-    assert processes(CARD) == held
-    assert pynvml.nvmlSystemGetProcessName(4242) == full_name
+    assert (info.total, info.reserved, info.used, info.free) == (
+        257 * MIB,
+        MIB,
+        30 * MIB,
+        226 * MIB,
+    )
+    assert processes(CARD) == {4242: 10 * MIB, child.pid: 20 * MIB}
+    assert pynvml.nvmlSystemGetProcessName(4242) == full_name.decode()
 
     # The file is shared memory: what one side writes the other sees. A live process counts while it
     # lives.
+    with path.open("r+b") as file:
+        file.seek(64 + 64 + 8)
+        file.write(struct.pack("<Q", 11 * MIB))
     child.communicate(b"\n")
-    simulated.hold(4242, 11 * MIB, full_name)
-    simulated.capacity_bytes = 128 * MIB
-    info = memory(CARD)
-    assert (info.total - info.reserved, info.free) == (128 * MIB, 92 * MIB)
-    assert simulated.used_bytes == 36 * MIB
-    assert processes(CARD) == {4242: 11 * MIB, os.getpid(): 25 * MIB}
+    assert memory(CARD).used == 11 * MIB
+    assert processes(CARD) == {4242: 11 * MIB}
 
     # Faults and hiding hold for it as for any card.
     card.hide(4242).fault("nvmlDeviceGetName", pynvml.NVML_ERROR_TIMEOUT, uuid=CARD).write()
-    assert (memory(CARD).used, processes(CARD)) == (36 * MIB, {os.getpid(): 25 * MIB})
+    assert (memory(CARD).used, processes(CARD)) == (11 * MIB, {})
     name = code_of(pynvml.nvmlDeviceGetName, pynvml.nvmlDeviceGetHandleByUUID(CARD))
     assert name == pynvml.NVML_ERROR_TIMEOUT
+
+
+@alone
+def test_the_simulated_card_and_the_driver_agree(tmp_path):
+    simulated = SimCard.create(tmp_path / "card", 256 * MIB)
+    ScriptedNvml(tmp_path).card_from_file(simulated.path).write().preload()
+    pynvml.nvmlInit()
+    simulated.hold(4242, 10 * MIB, "infer")
+    simulated.hold(os.getpid(), 20 * MIB, "train", live=True)
+    simulated.hold(
+        os.getpid(), 5 * MIB, "outside of torch"
+    )  # of the same process, so the driver lists one
+    info = memory(simulated.uuid)
+    assert (
+        (info.used, info.free)
+        == (simulated.used_bytes, simulated.free_bytes)
+        == (35 * MIB, 221 * MIB)
+    )
+    assert processes(simulated.uuid) == {4242: 10 * MIB, os.getpid(): 25 * MIB}
+    assert pynvml.nvmlSystemGetProcessName(4242) == "infer"
+    simulated.release(4242)
+    simulated.capacity_bytes = 128 * MIB
+    info = memory(simulated.uuid)
+    assert (info.total - info.reserved, info.free) == (128 * MIB, 103 * MIB)
 
 
 def run_tool(tool: str, *arguments: str, env: dict[str, str]) -> str:

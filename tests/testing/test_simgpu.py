@@ -132,6 +132,23 @@ def test_a_trainer_that_does_not_fit_dies_as_on_cuda(tmp_path):
     )
 
 
+@pytest.mark.all
+def test_auto_find_batch_size_recovers(tmp_path):
+    story = """
+    t = trainer(llama(), per_device_train_batch_size=12, auto_find_batch_size=True)
+    t.train()
+    stats = torch.accelerator.memory_stats()
+    report(device=str(t.model.device), steps=t.state.global_step, batch_size=t._train_batch_size,
+           ooms=stats["num_ooms"], retries=stats["num_alloc_retries"])
+    """
+    (found,) = facts(run(tmp_path, story, capacity="10MiB"))
+    assert found["device"] == "simgpu:0"
+    assert found["steps"] == 4
+    assert found["batch_size"] < 12
+    assert found["ooms"] >= 1
+    assert found["retries"] >= found["ooms"]
+
+
 def test_training_is_that_of_the_cpu(tmp_path):
     """The same losses, whichever optimizer; autocast and checkpointing do what they do on a card."""
     story = """
@@ -165,6 +182,28 @@ def test_training_is_that_of_the_cpu(tmp_path):
     assert found["bf16"]["losses"] == pytest.approx(found["cpu"]["losses"], abs=0.02)
     assert found["bf16"]["losses"] != found["foreach"]["losses"]
     assert found["checkpointing"]["peak"] < 0.9 * found["foreach"]["peak"]
+
+
+def test_one_optimizer_step_is_the_same_fused_foreach_and_on_the_cpu(tmp_path):
+    story = """
+    def stepped(device, **arguments):
+        torch.manual_seed(0)
+        layer = torch.nn.Linear(64, 32).to(device)
+        optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2, **arguments)
+        for i in range(5):
+            optimizer.zero_grad()
+            layer(torch.ones(8, 64, device=device) * (i + 1)).pow(2).mean().backward()
+            optimizer.step()
+        assert layer.weight.device.type == device
+        return layer.weight.detach().cpu()
+
+    reference = stepped("cpu", foreach=False)
+    for name in ("foreach", "fused"):
+        report(name=name, difference=(stepped("simgpu", **{name: True}) - reference).abs().max().item())
+    """
+    foreach, fused = facts(run(tmp_path, story, prelude=SMALL_REPORT))
+    assert foreach["difference"] < 1e-6
+    assert fused["difference"] < 1e-6
 
 
 @pytest.mark.all
@@ -224,8 +263,16 @@ def test_two_ranks_train_as_one(tmp_path, launcher, losses_of_one_rank):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    two = ["--num_processes", "2", "--num_machines", "1", "--multi_gpu", "--main_process_port"]
-    plain = [port, "--mixed_precision", "no", "--dynamo_backend", "no"]
+    two = [
+        "--num_processes",
+        "2",
+        "--num_machines",
+        "1",
+        "--multi_gpu",
+        "--main_process_port",
+        port,
+    ]
+    plain = ["--mixed_precision", "no", "--dynamo_backend", "no"]
     command = {
         "torchrun": ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port],
         "accelerate": ["-m", "accelerate.commands.launch", *two, *plain],
@@ -406,6 +453,20 @@ class TestRunner:
         simulated = self.finished(tmp_path, [*RUNNER, "--capacity", "64MiB", *arguments])
         assert simulated.returncode == plain.returncode == 7
         assert simulated.stdout == plain.stdout
+
+    @pytest.mark.all
+    def test_a_module_too(self, tmp_path):
+        (tmp_path / "package").mkdir()
+        (tmp_path / "package" / "__main__.py").write_text(
+            "import sys\nprint(sys.argv, sys.path[0])\n1 / 0\n"
+        )
+        plain = self.finished(tmp_path, ["-m", "package", "--flag"])
+        simulated = self.finished(
+            tmp_path, [*RUNNER, "--capacity", "64MiB", "-m", "package", "--flag"]
+        )
+        assert simulated.returncode == plain.returncode == 1
+        assert simulated.stdout == plain.stdout
+        assert simulated.stderr.endswith("ZeroDivisionError: division by zero\n")
 
     @pytest.mark.parametrize(
         ("arguments", "words"),

@@ -96,3 +96,22 @@ def test_what_grows_is_what_the_model_says(tmp_path, seed: int) -> None:
     assert found["told"] == expected
     assert sum(failed for failed, *_ in expected) > 5
     assert found["left"] == found["used"] == found["splits"] == 0
+
+
+def test_pages_of_a_tensor_between_two_come_back_and_without_the_setting_they_do_not(
+    tmp_path,
+) -> None:
+    story = """
+    held = [fill(30) for _ in range(5)]
+    del held[::2]
+    torch.accelerator.empty_cache()
+    report(reserved=torch.accelerator.memory_reserved(), big=out_of_memory(40) is None)
+    """
+    reserved = {}
+    for text in ("expandable_segments:True", "expandable_segments:False", "max_split_size_mb:64"):
+        env = {"PYTORCH_CUDA_ALLOC_CONF": text}
+        process = run(tmp_path, story, capacity="160MiB", prelude=SMALL_REPORT, env=env)
+        (found,) = facts(process)
+        reserved[text] = found["reserved"]
+        assert found["big"]
+    assert [*reserved.values()] == [80 * MIB, 60 * MIB, 60 * MIB]

@@ -213,10 +213,9 @@ def _environment(run: DryRun) -> dict[str, str]:
         if name == "ACCELERATE_MIXED_PRECISION" or not name.startswith(_LAUNCHED)
     }
     path = os.pathsep.join((_path(run.request), str(package_site())))
-    kept |= {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"}
-    if run.request.allocator:
-        kept["PYTORCH_ALLOC_CONF"] = run.request.allocator
-    return kept
+    # each version of torch reads this name of the variable, and first
+    settings = {"PYTORCH_CUDA_ALLOC_CONF": run.request.allocator}
+    return kept | settings | {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"}
 
 
 def _path(request: PlanRequest) -> str:

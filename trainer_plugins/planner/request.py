@@ -4,7 +4,6 @@ import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
-from math import inf
 from typing import Any, NamedTuple
 
 from trainer_plugins.launch.main_memory import HostLimits
@@ -14,6 +13,7 @@ from trainer_plugins.planner.plan import PlanError
 DEFAULT_SEQUENCE_LENGTH = 2048
 TRL_LENGTH = 1024  # `max_length` of TRL's configs
 DEFAULT_EVALUATION_BATCHES = 8
+_MOST = 1 << 24  # of anything that is counted: no model takes rows of 10 million tokens
 MOST_LAYERS = 1 << 12  # the deepest trained models have a few hundred
 # config keys that count layers
 LAYER_COUNTS = (
@@ -102,8 +102,10 @@ class ConfigSource:
             ("--num-labels", 1, self.num_labels),
             ("--eval-batches", 1, self.num_evaluation_batches),
         ):
-            if number is not None and not least <= number < inf:
+            if number is not None and not number >= least:
                 raise PlanError(f"{flag} must be at least {least}, got {number:,}")
+            if number is not None and number > _MOST:
+                raise PlanError(f"{flag} must be at most {_MOST:,}, got {number:,}")
 
     def _check_trainer(self) -> None:
         if self.trainer not in TRL_TRAINERS:

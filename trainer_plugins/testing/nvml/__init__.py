@@ -67,10 +67,16 @@ class ScriptedNvml:
     records: tuple[str, ...] = ()
 
     def driver(
-        self, *, version: str = "580.95.05", process_record_bytes: int = 24
+        self,
+        *,
+        version: str = "580.95.05",
+        cuda_version: int = 13000,
+        process_record_bytes: int = 24,
     ) -> "ScriptedNvml":
         """Describe the driver; 535.43 to 535.86 had `process_record_bytes=32` (gpustat #161)."""
-        return self._replace("driver", version=version, record_bytes=process_record_bytes)
+        return self._replace(
+            "driver", version=version, cuda=cuda_version, record_bytes=process_record_bytes
+        )
 
     def card(
         self,
@@ -122,23 +128,29 @@ class ScriptedNvml:
         used_bytes: int,
         *,
         name: str = "",
+        grow_bytes: int = 0,
         live: bool = False,
         says_bytes: bool = True,
+        graphics: bool = False,
     ) -> "ScriptedNvml":
         """Add a process that holds memory on the last card or slice.
 
         Args:
             pid: its process id; no such process need exist.
-            used_bytes: its memory.
+            used_bytes: its memory when the device's memory is first queried.
             name: the driver's name for it; empty if the driver does not know it.
+            grow_bytes: how much more it holds at every later query of the device's memory.
             live: whether it holds memory only while a process with that id exists.
             says_bytes: False lists it with N/A for bytes, as on WSL; the card's used memory still
                 includes them.
+            graphics: whether it is listed with the graphics processes, not the compute processes.
         """
         if "\tfile=" in self._last_card():
             raise ValueError("the processes of a card from a file are in that file: add it there")
-        flags = "l" * live + "u" * (not says_bytes)
-        return self._replace("process", pid=pid, bytes=used_bytes, flags=flags, name=name)
+        flags = "l" * live + "u" * (not says_bytes) + "g" * graphics
+        return self._replace(
+            "process", pid=pid, bytes=used_bytes, grow=grow_bytes, flags=flags, name=name
+        )
 
     def hide(self, pid: int) -> "ScriptedNvml":
         """Leave a process out of every list, as drivers do outside a container; its bytes count."""

@@ -7,10 +7,10 @@
  * The script is a text file, one record a line, fields separated by tabs. It is looked at (one stat) on every call and
  * read again when it has changed; whoever writes it replaces the file in one piece. Sizes are in bytes.
  *
- *   driver   version=580.95.05  record_bytes=24
+ *   driver   version=580.95.05  cuda=13000  record_bytes=24
  *   card     uuid=GPU-...  name=...  bus=00000000:17:00.0  total=...  reserved=...  file=...
  *   slice    uuid=MIG-...  name=...  total=...               a MIG slice of the card above it
- *   process  pid=...  bytes=...  flags=lu  name=...              on the card or slice above it: see Process
+ *   process  pid=...  bytes=...  grow=...  flags=lug  name=...   on the card or slice above it: see Process
  *   hide     pid=...                                         `used` counts it, process lists leave it out
  *   fault    function=...  code=...  uuid=...  skip=...  times=...  hangs=1
  *
@@ -100,16 +100,18 @@ typedef struct Device {
   char uuid[TEXT], name[TEXT], bus[TEXT];
   uint64_t total, reserved;
   int num_slices;
+  uint64_t queries; /* how often its memory was asked for since the script was read */
   char file[PATH_TEXT];
   const CardFile *shared; /* `file`, once it has been opened */
 } Device;
 
-/* Flags: l, `live`: holds memory only while a process of that number exists. u, `unsaid`: the lists say N/A, as on WSL. */
+/* Flags: l, `live`: holds memory only while a process of that number exists. u, `unsaid`: the lists say N/A, as on WSL.
+ * g, `graphics`: in the list of graphics, not of compute processes. */
 typedef struct {
   const Device *device;
   uint32_t pid;
-  uint64_t bytes;
-  bool live, unsaid;
+  uint64_t bytes, grow; /* `grow`: that much more with each query of the device's memory, so that no test has to wait */
+  bool live, unsaid, graphics;
   char name[TEXT];
 } Process;
 
@@ -122,7 +124,7 @@ typedef struct {
 
 static struct {
   char driver[TEXT];
-  int num_cards, num_processes, num_hidden, num_faults;
+  int cuda, num_cards, num_processes, num_hidden, num_faults;
   size_t record_bytes;
   Device cards[MAX_CARDS], slices[MAX_CARDS][MAX_SLICES];
   Process processes[MAX_PROCESSES];
@@ -180,6 +182,7 @@ static Device *read_record(const Fields *fields, Device *current) {
   Device *card = current && current->card ? current->card : current;
   if (!strcmp(kind, "driver")) {
     copy(script.driver, TEXT, text(fields, "version"));
+    script.cuda = (int)number(fields, "cuda");
     script.record_bytes = (size_t)number(fields, "record_bytes");
   } else if (!strcmp(kind, "card")) {
     current = NEXT(script.cards, script.num_cards, MAX_CARDS);
@@ -195,8 +198,10 @@ static Device *read_record(const Fields *fields, Device *current) {
     process->device = current;
     process->pid = (uint32_t)number(fields, "pid");
     process->bytes = number(fields, "bytes");
+    process->grow = number(fields, "grow");
     process->live = strchr(text(fields, "flags"), 'l');
     process->unsaid = strchr(text(fields, "flags"), 'u');
+    process->graphics = strchr(text(fields, "flags"), 'g');
     copy(process->name, TEXT, text(fields, "name"));
   } else if (!strcmp(kind, "hide")) {
     *(uint32_t *)NEXT(script.hidden, script.num_hidden, MAX_HIDDEN) = (uint32_t)number(fields, "pid");
@@ -352,7 +357,7 @@ enum { MAX_HOLDERS = MAX_PROCESSES + CARD_FILE_SLOTS };
 typedef struct {
   uint32_t pid;
   uint64_t bytes;
-  bool unsaid;
+  bool unsaid, graphics;
   const Device *slice;
   char name[TEXT];
 } Holder;
@@ -375,11 +380,13 @@ static int holders(Device *device, Holder found[MAX_HOLDERS]) {
     }
     found[place].bytes += shared->slots[i].bytes;
   }
+  uint64_t growths = device->queries ? device->queries - 1 : 0; /* the first query sees the script's value */
   for (int i = 0; i < script.num_processes; i++) {
     const Process *process = &script.processes[i];
     bool on_device = process->device == device || process->device->card == device; /* a card has its slices' too */
     if (!on_device || (process->live && !exists(process->pid))) continue;
-    found[count] = (Holder){.pid = process->pid, .bytes = process->bytes, .unsaid = process->unsaid,
+    found[count] = (Holder){.pid = process->pid, .bytes = process->bytes + process->grow * growths,
+                            .unsaid = process->unsaid, .graphics = process->graphics,
                             .slice = process->device->card ? process->device : NULL};
     copy(found[count++].name, TEXT, process->name);
   }
@@ -388,6 +395,7 @@ static int holders(Device *device, Holder found[MAX_HOLDERS]) {
 
 static MemoryV2 memory_of(Device *device) {
   Holder found[MAX_HOLDERS];
+  device->queries++;
   int count = holders(device, found);
   uint64_t capacity = *device->file ? card_file(device)->capacity : device->total - device->reserved, used = 0;
   for (int i = 0; i < count; i++) used += found[i].bytes;
@@ -403,13 +411,13 @@ static bool hidden(uint32_t pid) {
 }
 
 /* Called with *count = 0 to learn the length, then with room for it: nvml.h. */
-static Return list(Device *device, bool is_empty, size_t record_bytes, uint32_t *count, char *records) {
+static Return list(Device *device, bool graphics, size_t record_bytes, uint32_t *count, char *records) {
   Holder found[MAX_HOLDERS];
   uint32_t room = *count;
-  int num_found = is_empty ? 0 : holders(device, found);
+  int num_found = holders(device, found);
   *count = 0;
   for (int i = 0; i < num_found; i++) {
-    if (hidden(found[i].pid)) continue;
+    if (found[i].graphics != graphics || hidden(found[i].pid)) continue;
     ProcessRecord record = {.pid = found[i].pid, .used = found[i].unsaid ? NOT_AVAILABLE : found[i].bytes,
                             .gpu_instance = found[i].slice ? (uint32_t)found[i].slice->index + 1 : NO_INSTANCE,
                             .compute_instance = found[i].slice ? 0 : NO_INSTANCE};
@@ -455,8 +463,8 @@ const char *nvmlErrorString(Return code) { return (void)code, "Scripted Error"; 
 
 SYSTEM(nvmlSystemGetDriverVersion, (char *version, uint32_t size), result = write_text(version, size, script.driver);)
 SYSTEM(nvmlSystemGetNVMLVersion, (char *version, uint32_t size), result = write_text(version, size, script.driver);)
-SYSTEM(nvmlSystemGetCudaDriverVersion, (int *version), *version = 13000;)
-SYSTEM(nvmlSystemGetCudaDriverVersion_v2, (int *version), *version = 13000;)
+SYSTEM(nvmlSystemGetCudaDriverVersion, (int *version), *version = script.cuda;)
+SYSTEM(nvmlSystemGetCudaDriverVersion_v2, (int *version), *version = script.cuda;)
 SYSTEM(nvmlSystemGetProcessName, (uint32_t pid, char *name, uint32_t size), {
   result = NOT_FOUND;
   Holder found[MAX_HOLDERS];
@@ -531,10 +539,9 @@ DEVICE(nvmlDeviceGetMemoryInfo_v2, (Device *device, MemoryV2 *info), {
   else result = ARGUMENT_VERSION_MISMATCH;
 })
 
-/* No process is one of graphics. */
-#define PROCESS_LIST(function, is_empty, record_bytes) \
+#define PROCESS_LIST(function, graphics, record_bytes) \
   DEVICE(function, (Device *device, uint32_t *count, void *records), { \
-    result = list(device, is_empty, record_bytes, count, records); \
+    result = list(device, graphics, record_bytes, count, records); \
   })
 PROCESS_LIST(nvmlDeviceGetComputeRunningProcesses, false, 16)
 PROCESS_LIST(nvmlDeviceGetComputeRunningProcesses_v2, false, 24)
