@@ -19,11 +19,13 @@ from trainer_plugins.advice.for_causes import (
     ONE_ROW,
     ONLY_OF_RECORDS,
     ONLY_RUN,
+    UNKNOWN,
     order_remedies,
 )
 from trainer_plugins.advice.vendors import CUDA_ON_WINDOWS, VENDORS
 from trainer_plugins.explain.text.remedies.applies import APPLIES, APPLIES_TO_CAUSE
 from trainer_plugins.explain.text.remedies.filled import FILLED
+from trainer_plugins.explain.text.remedies.less_states import SPELLED
 
 PACKAGE = Path(trainer_plugins.__file__).parent
 
@@ -165,6 +167,7 @@ def named_in(text: str) -> list[set[str]]:
 def unspelled(text: str) -> list[str]:
     """The flags in a text that are spelled otherwise than in the table."""
     every = [one for some in PATTERNS.values() for one in some]
+    every += [re.compile(re.escape(each)) for each in SPELLED.values()]
     for one in sorted(every, key=lambda one: -len(one.pattern)):  # one may begin as another does
         text = one.sub("", text)
     return MARK.findall(text)
@@ -194,7 +197,7 @@ def test_what_is_said_is_spelled_as_in_the_table(said: list[Said]) -> None:
 
 def orders(cause: str, room: str) -> list[tuple[Advice, ...]]:
     found = [order_remedies(cause, room)]  # type: ignore[arg-type]
-    return [*found, ONE_ROW, ONLY_RUN] if cause == "capacity" else found
+    return [*found, ONE_ROW, ONLY_RUN, UNKNOWN] if cause == "capacity" else found
 
 
 SOMETIMES = {*APPLIES, *FILLED, *(each for _, each in APPLIES_TO_CAUSE), advice.DROP_THE_COPY}

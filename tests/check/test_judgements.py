@@ -359,6 +359,21 @@ def test_what_transformers_5_does_to_experts_is_known(version, frozen, issue, tm
     assert not found(replace(mixture, expert_bytes=0))
 
 
+@pytest.mark.parametrize(("versions", "arguments", "issue"), [
+    ({"trl": "1.4.0"}, {"activation_offloading": True}, "trl#5700"),
+    ({"trl": "1.5.0"}, {"activation_offloading": True}, ""),
+    ({"trl": "1.4.0"}, {"activation_offloading": False}, ""),
+    ({"vllm": "0.16.1"}, {"vllm_enable_sleep_mode": True}, "vllm#32714"),
+    ({"vllm": "0.16.1+cu128"}, {"vllm_enable_sleep_mode": True}, "vllm#32714"),
+    ({"vllm": "a branch"}, {"vllm_enable_sleep_mode": True}, ""),
+])  # fmt: skip
+def test_a_fault_that_explain_knows_is_found_before_the_run(versions, arguments, issue) -> None:
+    facts = replace(HEALTHY, environment=environment(versions=versions), run=run(**arguments))
+    found = [each for each in judge(facts).findings if each.code == "known-version"]
+    assert [issue in each.evidence for each in found] == [True] * bool(issue)
+    assert all("pip install -U" in each.remedy for each in found)
+
+
 def test_a_check_that_fails_is_a_note_and_costs_no_other() -> None:
     broken = replace(HEALTHY, run=run(auto_find_batch_size=True), main=main(shared=None))
     found = judge(broken).findings

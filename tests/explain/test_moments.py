@@ -166,15 +166,12 @@ OFFLOAD, SAVED = "zero3_offload_optimizer", 'save_pretrained("adapter")'
         # The allocator's cache, noted in a log.
         ("memory (MB) | allocated:  6.44e+01 | max_allocated:  8.34e+03 | reserved:  5.54e+04\ntorch.cuda.OutOfMemoryError: CUDA out of memory.", "fragmentation", "expandable_segments", ()),
         ("MA 8.34 GB  Max_MA 8.34 GB  CA 55.4 GB  Max_CA 55 GB\nCUDA out of memory.", "fragmentation", "expandable_segments", ()),
-        # A request that an old card of Intel's refuses, and one that NVML hides.
-        ("RuntimeError: Current platform can NOT allocate memory block with size larger than 4GB! Tried to allocate 7.03 GiB (GPU  0; 15.91 GiB total capacity; 2.29 GiB already allocated; 2.50 GiB reserved in total by PyTorch)", "api-misuse", "pip install -U torch", ("survive",)),
         # Little was asked of a full card after many steps.
         (" 42%|████  | 42/100 [00:30<01:00, 1.1it/s]\n" + out("2.00 MiB", "1.00 MiB"), "long-sample", "--preset observe", ()),
     ],
 )  # fmt: skip
 def test_the_moment_decides(text: str, code: str, first: str, never: tuple[str, ...]) -> None:
-    answer = check(text, code, first, never)
-    assert (answer.causes[0].grade == "certain") is (code == "api-misuse")
+    assert check(text, code, first, never).causes[0].grade != "certain"
 
 
 def held(*gibs: float) -> str:

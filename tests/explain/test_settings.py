@@ -39,6 +39,26 @@ SWIFT = "OOM at the first step\nswift sft --model Qwen/Qwen2.5-VL-7B-Instruct \\
         # A version with a known fault; the one that cures it is no fault any more.
         ("OOM with ZeRO-3 and gradient checkpointing, deepspeed==0.16.4", "regression", "DeepSpeed#7116", "deepspeed>=0.16.8"),
         ("OOM with ZeRO-3 and gradient checkpointing, deepspeed==0.16.8", "capacity", "OOM", ""),
+        # One row in other frameworks' words is not halved, and a length is halved in theirs.
+        ("OOM in backward at some step\nlocal_batch_size: 1\nmax_length: 8192", "long-sample", "at some step", "--preset observe"),
+        ("OOM\nactor_rollout_ref.actor.ppo_micro_batch_size=64", "capacity", "OOM", "actor_rollout_ref.actor.ppo_micro_batch_size=32"),
+        ("OOM during the actor update, verl\nmodel.path=Qwen/Qwen2.5-7B\nactor.ppo_max_token_len_per_gpu=32768", "logits-loss", "32,768 tokens x 152,064 words", "use_fused_kernels=True"),
+        ("OOM with LoRA of a 30B model on a 4090\u5355\u5361\nfinetuning_type: lora\ndeepspeed: ds_z3_config.json", "load-too-large", "30 billion parameters", "quantization_bit: 4"),
+        ("OOM: lora of openai/gpt-oss-120b\nGPU number: 8\nGPU memory: 93.12GB\nfinetuning_type: lora", "load-too-large", "120 billion parameters", "ds_z3_config"),
+        ("8B in full on 8 x 140G \u663e\u5b58 with deepspeed zero0: OOM\nswift sft --train_type full", "optimizer-state", "8 billion parameters x 16 bytes", "--deepspeed zero3"),
+        # Frames of videos are tokens.
+        ("OOM on long videos\n--per_device_train_batch_size 1 --video_max_frames 64 --video_max_pixels 1304576", "image-size", "= 53,248 tokens", "--video_max_frames 16"),
+        ("swift sft on videos is OOM --max_pixels 3136", "image-size", "no number of frames", "FPS_MAX_FRAMES=16"),
+        # The engine beside the training, by its moment or its share.
+        ("GRPO colocate: the card is still full, so wake up of the weights is OOM", "engine-share", "wake up", "--vllm_gpu_memory_utilization 0.25"),
+        ("OOM at the end of an epoch, vllm_gpu_memory_utilization set to 0.65", "engine-share", "0.65 of each card", "--vllm_gpu_memory_utilization 0.56"),
+        ("vllm_gpu_memory_utilization=0.7 doesn't seem to help. OOM at the third step", "long-sample", "third step", "--preset observe"),
+        # A merge that fills main memory, and workers that do.
+        ("The colab session crashes for memory when I merge the model:\nmodel.save_pretrained_merged('x')", "host-kill", "merge", 'save_pretrained("adapter")'),
+        ("\u673a\u5668\u5185\u5b58(CPU RAM)\u4e00\u76f4\u4e0a\u6da8\n--dataloader_num_workers 128", "host-kill", "RAM", "num_workers"),
+        ("It worked with transformers v4.46.3 and is OOM with v4.47.0", "regression", "v4.46.3", "pip install 'transformers==4.46.3'"),
+        # Where the text shows neither the moment nor the run, the question comes first.
+        ("Why is it OOM?", "capacity", "OOM", "--preset observe"),
         ("OOM on 8 GPUs, --gradient_checkpointing false", "capacity", "OOM", "--activation_checkpointing True"),
     ],
 )  # fmt: skip
@@ -50,6 +70,26 @@ def test_a_person_s_words_decide(text: str, code: str, sentence: str, remedy: st
     assert any(sentence in each for each in first.evidence)
     assert remedy in answer.remedies[0].do
     assert {one.cause for one in answer.remedies} <= {one.code for one in answer.causes}
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "local_batch_size: 1",
+        "micro_batch_size: 1",
+        '"train_micro_batch_size_per_gpu": 1',
+        "mbs=1",
+        "batch_size is 1",
+        "bs=1",
+        "ppo_micro_batch_size_per_gpu=1",
+    ],
+)
+def test_one_row_is_not_halved_in_anybody_s_words(said: str) -> None:
+    for more in ("", "\ntorchrun train.py --gradient_checkpointing --bf16"):
+        typed = "\n".join(one.do for one in explained(f"OOM\n{said}{more}").remedies)
+        assert "double --gradient" not in typed
+        # With checkpointing in force, survival has nothing to turn on for one row.
+        assert ("--preset survive" in typed) is not bool(more or "local" in said)
 
 
 def test_main_memory_of_offloaded_states_is_counted_where_their_number_is_known() -> None:

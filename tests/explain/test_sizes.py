@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.explain.stated import explained
-from trainer_plugins.explain.text.models import find_model
+from trainer_plugins.explain.models import find_model
 
 CONFIGS = Path(__file__).parents[1] / "planner" / "configs"
 PLACES = {

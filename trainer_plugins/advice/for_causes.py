@@ -30,7 +30,7 @@ ONE_ROW = (CHECKPOINTING, REDUCED_EACH_TIME, SURVIVE, SHORTER_ROWS, PRINT_THE_OO
 FOR_CAUSE: Mapping[str, tuple[Advice, ...]] = {
     "adapter-delta": (NO_DORA, NEWER_PEFT, NO_EXPERTS),
     "adapter-merge": (SAVE_THE_ADAPTER, RELEASED, MERGE_IN_MAIN_MEMORY),
-    "api-misuse": (NEWER_XPU, FEWER_INPUTS, PRINT_SHAPES),
+    "api-misuse": (PRINT_SHAPES,),
     "capacity": (
         SMALLER_MICRO_BATCH,
         SURVIVE,
@@ -49,6 +49,7 @@ FOR_CAUSE: Mapping[str, tuple[Advice, ...]] = {
         LARGER_ENGINE_SHARE,
         FEWER_SEQUENCES,
         TENSOR_PARALLEL,
+        SMALLER_MICRO_BATCH,
         EXPORT_SETTINGS_FOR_VLLM,
         LIST_PROCESSES,
         END_PROCESS,
@@ -71,7 +72,7 @@ FOR_CAUSE: Mapping[str, tuple[Advice, ...]] = {
     "host-commit": (FEWER_WORKERS, LARGER_PAGING_FILE),
     "host-kill": (SAVE_WITHOUT_GATHER, ASK_SLURM, FIND_THE_KILL, *_LESS_MAIN_MEMORY),
     "host-limit": (MORE_SLURM_MEMORY, MORE_MAIN_MEMORY, *_LESS_MAIN_MEMORY),
-    "image-size": (FEWER_PATCHES, FLASH_ATTENTION),
+    "image-size": (FEWER_FRAMES, FEWER_PATCHES, FLASH_ATTENTION),
     "impossible-size": (PRINT_SHAPES,),
     "leak": (EMPTY_CACHE_AFTER_EXCEPT, KEEP_NUMBERS),
     "leftover": (RELEASE_EARLIER_RUNS, RESTART_KERNEL, RELEASED, SMALLER_MICRO_BATCH),
@@ -122,6 +123,8 @@ FOR_CAUSE: Mapping[str, tuple[Advice, ...]] = {
         *LESS_OF_THE_BATCH,
     ),
 }
+# For a text that shows neither the moment nor the run.
+UNKNOWN = (OBSERVE, *FOR_CAUSE["capacity"])
 # For a run in which torch flushes its cache again and again without an OOM.
 CACHE_FLUSHES = (EMPTY_CACHE_EACH_STEP, SMALLER_MICRO_BATCH)
 ONLY_RUN = (FEWER_INPUTS, HALF_PRECISION_WEIGHTS)  # for a model that is used but not trained

@@ -113,11 +113,6 @@ ROCM_LOG = Advice(
     shell="dmesg | grep -i amdgpu",
 )
 # torch-xpu-ops#1406 (2025-03)
-NEWER_XPU = Advice(
-    effect="allocates more than 4 GiB at once on Intel GPUs, in later builds",
-    only_on=("XPU",),
-    shell="pip install -U torch   # 2.8 or later, from the index for xpu",
-)
 CLOSE_OTHER_PROGRAMS = Advice(
     effect="frees memory for the GPU, which shares main memory on a Mac",
     only_on=("MPS",),

@@ -94,6 +94,12 @@ FEWER_PATCHES = Advice(
     keeps_result=False,
     code="AutoProcessor.from_pretrained(..., max_pixels=512 * 28 * 28)",
 )
+FEWER_FRAMES = Advice(
+    effect="samples fewer frames of each video; their tokens shrink with them",
+    price="less of the video",
+    keeps_result=False,
+    code='{"type": "video", "video": ..., "nframes": 16, "max_pixels": 128 * 28 * 28}',
+)
 FUSED_ADAMW = Advice(
     effect="updates without temporaries as large as the weights",
     trainer="--optim adamw_torch_fused",

@@ -1,12 +1,9 @@
 """Judge the surroundings of a launch: allocator settings, the launch file, versions."""
 
-import re
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 
-from trainer_plugins import advice
-from trainer_plugins.advice import Door
+from trainer_plugins.advice import faults
+from trainer_plugins.advice.faults import Fault
 from trainer_plugins.allocator.lint import lint
 from trainer_plugins.allocator.variables import Variables
 from trainer_plugins.check.facts import Check, CheckLine, Environment, Facts
@@ -62,7 +59,7 @@ def versions(facts: Facts) -> CheckLine | None:
         return None
     names = ("torch", "transformers", "accelerate")
     seen = ", ".join(f"{name} {there.versions[name]}" for name in names if name in there.versions)
-    known = [rule.judge(there) for rule in _KNOWN if rule.applies(facts)]
+    known = [_judge_fault(fault, facts) for fault in _MEETS]
     return CheckLine("versions", seen, tuple(filter(None, (_wrong_torch(facts, there), *known))))
 
 
@@ -95,29 +92,6 @@ def _wrong_torch(facts: Facts, there: Environment) -> Finding | None:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _KnownVersions:
-    package: str
-    since: tuple[int, ...] = ()  # the first version with the problem
-    fixed: tuple[int, ...] | None  # the first version without the problem; None: there is none yet
-    applies: Callable[[Facts], bool]
-    what: str
-    issue: str
-    remedy: str
-
-    def judge(self, there: Environment) -> Finding | None:
-        text = there.versions.get(self.package, "")
-        number = tuple(int(part) for part in re.findall(r"\d+", text.split("+")[0])[:3])
-        if not number or number < self.since or (self.fixed or (sys.maxsize,)) <= number:
-            return None
-        return Finding.warning(
-            code="known-version",
-            summary=f"{self.package} {text}: {self.what}",
-            evidence=self.issue,
-            remedy=self.remedy,
-        )
-
-
 def _is_fsdp2(facts: Facts) -> bool:
     strategy = facts.run.strategy
     if strategy is None or strategy.family != "FSDP":
@@ -142,70 +116,58 @@ def _asks_one_rank_to_load(facts: Facts) -> bool:
     )
 
 
-# Add a row for a problem that was reported or found in the code, with its source.
-_KNOWN = (
-    # accelerate/utils/fsdp_utils.py, fsdp2_apply_ac: read in 1.14.0 and 1.15.0
-    _KnownVersions(
-        package="accelerate",
-        fixed=(1, 15),
-        applies=lambda facts: (
-            _is_fsdp2(facts) and facts.document.get_fsdp("activation_checkpointing") is True
-        ),
-        what="FSDP2's activation checkpointing wraps the parts of a layer one by one, and keeps"
-        " all tensors between them",
-        issue="accelerate#3897, #4172: 29 of 40.8 GB at 131,072 tokens",
-        remedy="pip install -U 'accelerate>=1.15', or"
-        f" {advice.CHECKPOINTING.flag(Door.TRAINER)} instead of fsdp_activation_checkpointing",
+def _is_fsdp(facts: Facts) -> bool:
+    strategy = facts.run.strategy
+    return strategy.family == "FSDP" if strategy else bool(facts.document.get_fsdp("version"))
+
+
+def _has_adapters(facts: Facts) -> bool:
+    return bool(facts.model.frozen_bytes and facts.model.trainable_bytes)
+
+
+def _reenters(facts: Facts) -> bool:
+    return options(facts.run.values).get("use_reentrant") is True
+
+
+# Which settings of a run meet a fault.
+_MEETS: Mapping[Fault, Callable[[Facts], object]] = {
+    faults.WRAPPED_PARTS: lambda facts: (
+        _is_fsdp2(facts) and facts.document.get_fsdp("activation_checkpointing") is True
     ),
-    # accelerate/utils/fsdp_utils.py, fsdp2_prepare_model: read in 1.12.0 and 1.13.0
-    _KnownVersions(
-        package="accelerate",
-        fixed=(1, 13),
-        applies=lambda facts: _is_fsdp2(facts) and _has_frozen_halves(facts),
-        what="FSDP2 casts all weights to float32, frozen ones too: twice the memory of a 16-bit"
-        " base",
-        issue="accelerate#3844",
-        remedy="pip install -U 'accelerate>=1.13'",
+    faults.FROZEN_IN_FLOAT32: lambda facts: _is_fsdp2(facts) and _has_frozen_halves(facts),
+    faults.LOADED_TWICE: lambda facts: (
+        _is_fsdp2(facts) and facts.document.get_fsdp("cpu_ram_efficient_loading") is True
     ),
-    _KnownVersions(
-        package="transformers",
-        since=(5,),
-        fixed=None,
-        applies=_has_whole_experts,
-        what="bitsandbytes leaves experts in 16 bits, because one tensor per layer holds them all",
-        issue="bitsandbytes#1849, axolotl#3374: a run that fitted with 4.57 died while loading",
-        remedy=f"{advice.QUANTISED_EXPERTS.flag(Door.CODE)}; or"
-        f" {advice.QUANTISED_EXPERTS.flag(Door.SHELL)}",
+    faults.WHOLE_EXPERTS: _has_whole_experts,
+    faults.LOADED_BY_EACH: _asks_one_rank_to_load,
+    faults.CACHE_UNDER_FSDP: lambda facts: _is_fsdp(facts) and _has_adapters(facts),
+    faults.REENTRANT_LEAK: lambda facts: _is_fsdp2(facts) and _reenters(facts),
+    faults.COMPILE_LEAK: lambda facts: facts.run.flag("torch_compile"),
+    faults.GATHERED_KEPT: lambda facts: (
+        facts.document.zero_stage == 3 and facts.model.is_checkpointing
     ),
-    # modeling_utils.py, _load_pretrained_model, does not check the rank: read and run with 5.23.0
-    _KnownVersions(
-        package="transformers",
-        since=(5,),
-        fixed=None,
-        applies=_asks_one_rank_to_load,
-        what="loading on one rank has no effect: each rank of a machine stacks all experts in main"
-        " memory",
-        issue="transformers#43749, open; seen with 5.0.0",
-        remedy="Count the weights once for each rank, or set"
-        f" {advice.READ_BY_ONE_RANK.flag(Door.DEEPSPEED)}, which"
-        f" {advice.READ_BY_ONE_RANK.effect}",
+    faults.PINNED_ANYWAY: lambda facts: (
+        facts.document.zero_stage in (1, 2)
+        and facts.document.get_offload("optimizer", "pin_memory") is False
     ),
-    _KnownVersions(
-        package="torch",
-        fixed=None,
-        applies=lambda facts: (
-            _is_fsdp2(facts) and options(facts.run.values).get("use_reentrant") is True
-        ),
-        what="reentrant checkpointing under FSDP2 leaks in the backward pass",
-        issue="pytorch#169349, open; seen with 2.9.0",
-        remedy=advice.NON_REENTRANT.flag(Door.ARGUMENTS),
+    faults.EXPERTS_KEPT: lambda facts: (
+        _has_whole_experts(facts) and facts.model.is_checkpointing and not _reenters(facts)
     ),
-    _KnownVersions(
-        package="torch",
-        fixed=(2, 10),
-        applies=lambda facts: facts.run.flag("torch_compile"),
-        what="torch.compile leaks memory",
-        issue="pytorch#174468: fixed in 2.10, as far as known",
-        remedy="pip install -U 'torch>=2.10'",
+    faults.COPIES_KEPT: lambda facts: facts.run.flag("activation_offloading"),
+    faults.HIDDEN_STATES_KEPT: lambda facts: (
+        "lmbda" in facts.run.values and facts.run.flag("use_liger_kernel")
     ),
-)
+    faults.SLEEPS_WITH_WEIGHTS: lambda facts: facts.run.flag("vllm_enable_sleep_mode"),
+}
+
+
+def _judge_fault(fault: Fault, facts: Facts) -> Finding | None:
+    text = facts.environment.versions.get(fault.library, "")
+    if not fault.is_in(text) or not _MEETS[fault](facts):
+        return None
+    return Finding.warning(
+        code="known-version",
+        summary=f"{fault.library} {text}: {fault.symptom}",
+        evidence=fault.source,
+        remedy=fault.cure,
+    )

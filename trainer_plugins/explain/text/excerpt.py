@@ -1,25 +1,15 @@
 """Find the OOM that ended a log of any size, and keep the lines around it, cleaned."""
 
-import codecs
-import html
 import json
 import re
-import zlib
-from collections import deque
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import astuple
-from itertools import islice
 from typing import BinaryIO, NamedTuple
 
+from trainer_plugins.explain.kept_log import SKIPPED, read_log
 from trainer_plugins.oom import OutOfMemory, classify
 from trainer_plugins.oom.rules import KILLED
-from trainer_plugins.units import size
 
-_BLOCK_BYTES = 1 << 20
-_NOTEBOOK_BLOCKS = 64  # of a notebook, which is read at once: images make it large
-_HEAD_BLOCKS, _END_BLOCKS = 4, 12  # of a large log, whose middle is not searched
-_MOST_BYTES = 1 << 29  # gzip data may unpack to any size
 _MOST_OOMS, _MOST_JUDGED = 300, 1 << 19  # OOMs to compare, and characters to read for them
 _KEPT_CHARACTERS = 1 << 16  # each: the log's head, and the text before and after the OOM
 _LONGEST_LINE = 4000
@@ -38,7 +28,6 @@ _HINTS = re.compile(
     r"|on the node|memory limit|OOM killer|EL0004|/dev/shm/"
     rf"|{KILLED}"
 )
-_MOST_UNKNOWN = 0.3  # the largest part of a text's characters that may be invalid, in any encoding
 # In a sentence, which `classify` takes for no error: a person who pastes it means an OOM.
 _TRIED = re.compile(
     r"(?<!: [\"'])(?:(?:CUDA|HIP|XPU|NPU) out of memory\. Tried to allocate \d"
@@ -80,17 +69,8 @@ _PREFIX = re.compile(
     r")\s?"
 )
 _MOST_PREFIXES = 6
-# A traceback as one string of JSON, and Docker's line of JSON.
-_ESCAPED, _END = '\\n  File \\"', re.compile(r"(?<!\\)\\n")
+# Docker's line of JSON.
 _DOCKER = re.compile(r'\{"log": ?"((?:[^"\\]|\\.){0,8000})"')
-_HTML = re.compile(
-    r"&(?:quot|lt|gt|amp|#\d{1,4}|#x[\da-fA-F]{1,4});|</(?:pre|span|code|p|div)>|<br ?/?>"
-)
-_BREAK = re.compile(r"<br ?/?>|</(?:p|div|tr|li)>")
-_TAG = re.compile(
-    r"</?(?:pre|span|code|p|div|a|b|i|td|tr|table|body|html|li|ul|font|strong)"
-    r"(?: [^<>\n]{0,300})?/?>"
-)
 # Between two OOMs: one was raised while the other was handled; a person writes, or types.
 _CHAINED = re.compile(r"During handling of the above exception|was the direct cause of the foll")
 _SPOKEN = re.compile(
@@ -100,10 +80,6 @@ _SPOKEN = re.compile(
     r"|^(?:[^\n]{0,60}[$#>] |!|\+ )(?:\w+=\S+ ){0,9}"
     r"(?:python\S*|torchrun|accelerate|deepspeed|trl|axolotl|srun) \S"
 )
-_SKIPPED = "\n\0\n"
-_GZIP = b"\x1f\x8b"
-_NOTEBOOK = re.compile(rb'^\s*\{.*?"cell_type"\s*:\s*"', re.DOTALL)  # of Jupyter, Colab, Kaggle
-_OUTPUTS = re.compile(r'"outputs"\s*:\s*(?=\[)')
 
 
 class LogLine(NamedTuple):
@@ -145,8 +121,8 @@ def _clean_line(raw: str) -> LogLine:
 
 def find_oom(stream: BinaryIO) -> Excerpt:
     """Read the head and the end of a log, and find the OOM of its last attempt."""
-    text, not_read = _text(stream)
-    parts = text.split(_SKIPPED)  # skipped text lies between the head and the end
+    text, not_read = read_log(stream)
+    parts = text.split(SKIPPED)  # skipped text lies between the head and the end
     for part in reversed(parts):
         if (at := _last_attempt(part)) is not None:
             begin, since = at
@@ -169,96 +145,6 @@ def find_oom(stream: BinaryIO) -> Excerpt:
             oom = OutOfMemory(source="allocator", is_certain=False, fatal="", text=words)
             return Excerpt(oom, lines, number, not_read=not_read)
     return Excerpt(None, lines, not_read=not_read)
-
-
-def _text(stream: BinaryIO) -> tuple[str, str]:
-    """Return the head and the end of a log as text, and a note on the part left out."""
-    raw = stream.read(_BLOCK_BYTES)
-    is_packed = raw.startswith(_GZIP)
-    blocks = _blocks(raw, stream)
-    first = next(blocks, b"")
-    if not first.strip():
-        raise ValueError("it is empty")
-    wide = first.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-    if not wide and b"\0" in first[:_KEPT_CHARACTERS]:
-        raise ValueError("it is not text")
-    if _NOTEBOOK.match(first):
-        whole = first + b"".join(islice(blocks, _NOTEBOOK_BLOCKS))
-        printed = _read_notebook(whole.decode("utf-8", "replace"))
-        if printed is not None:
-            return printed, ""
-        first, blocks = whole, iter(())
-    head = first + b"".join(islice(blocks, _HEAD_BLOCKS))
-    end, num_bytes = deque[bytes](maxlen=_END_BLOCKS), len(head)
-    is_bomb = False
-    for block in blocks:
-        end.append(block)
-        num_bytes += len(block)
-        if is_bomb := is_packed and num_bytes > _MOST_BYTES:
-            break
-    tail = b"".join(end)
-    encoding = "utf-16" if wide else "utf-8"
-    skipped = num_bytes - len(head) - len(tail)
-    if skipped and wide:
-        tail = head[:2] + tail[(len(head) + skipped) % 2 :]
-    parts = (head, tail) if skipped else (head + tail,)
-    text = _SKIPPED.join(part.decode(encoding, "replace") for part in parts)
-    if text.count("\ufffd") > _MOST_UNKNOWN * len(text):
-        raise ValueError("it is not text")
-    if _ESCAPED in text:
-        text = _END.sub("\n", text).replace('\\"', '"')
-    if _HTML.search(text):
-        text = html.unescape(_TAG.sub("", _BREAK.sub("\n", text)))
-    if not skipped:
-        return text, ""
-    left_out = f"{size(skipped)} between its first {size(len(head))} and its last {size(len(tail))}"
-    return text, left_out + f" (it unpacks to more than {size(_MOST_BYTES)})" * is_bomb
-
-
-def _blocks(block: bytes, stream: BinaryIO) -> Iterator[bytes]:
-    """Read block by block; unpack gzip data, even if their end is missing."""
-    packed = zlib.decompressobj(wbits=31) if block.startswith(_GZIP) else None
-    while block:
-        try:
-            yield packed.decompress(block, _BLOCK_BYTES) if packed else block
-        except zlib.error as error:
-            raise ValueError(f"its gzip data is damaged: {error}") from error
-        block = (packed and packed.unconsumed_tail) or stream.read(_BLOCK_BYTES)
-
-
-def _read_notebook(notebook: str) -> str | None:
-    """Return the output of a notebook's cells, without their code; None if it has none.
-
-    Each list of outputs is read separately, so a truncated notebook can be read as well.
-    """
-    decoder, has_outputs = json.JSONDecoder(), False
-    printed: list[str] = []
-    end = 0
-    while match := _OUTPUTS.search(notebook, end):
-        try:
-            outputs, end = decoder.raw_decode(notebook, match.end())
-        except (ValueError, RecursionError):  # truncated, or not a notebook
-            break
-        has_outputs = True
-        for output in outputs:
-            printed += _read_output(output) if isinstance(output, dict) else ()
-    return "\n".join(printed) if has_outputs else None
-
-
-def _read_output(output: dict[str, object]) -> Iterator[str]:
-    """Yield the text of one output: of a stream, of an error, or beside an image or a table."""
-    data = output.get("data")
-    shown = data.get("text/plain") if isinstance(data, dict) else None
-    for text in (output.get("text"), shown):
-        if isinstance(text, list):
-            yield "".join(map(str, text))
-        elif isinstance(text, str):
-            yield text
-    traceback = output.get("traceback")
-    if isinstance(traceback, list) and traceback:
-        yield "\n".join(map(str, traceback))
-    elif "ename" in output:
-        yield f"{output['ename']}: {output.get('evalue', '')}"
 
 
 def _last_attempt(text: str) -> tuple[int, int] | None:

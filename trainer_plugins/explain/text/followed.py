@@ -24,7 +24,10 @@ _DONE = (
 _DONE_BEHIND = (
     r"(?:is|are|was|were|:|=)? ?(?:enabled|already|set\b|in use|(?:turned |switched )?on\b|tried)"
 )
-_NO_HELP = r"(?:(?:did|does|do)(?:n't| not) (?:help|change)|(?:made|makes|make) no difference)"
+_NO_HELP = (
+    r"(?:(?:did|does|do)(?:n't| not) (?:seem to )?(?:help|change|work)"
+    r"|(?:made|makes|make) no difference|no (?:help|effect)|still OOM)"
+)
 _NOT = r"(?:\bno\b|\bnot\b|n't\b|\bwithout\b|\bdisabl|\boff\b|[Ff]alse\b)"
 _LESS = r"(?:lower|reduc|halv|decreas|dropp|shrink|shorten|cut)"
 _MADE_LESS = (
@@ -50,6 +53,9 @@ _OTHER_NAMES = {
     advice.OFFLOAD_OPTIMIZER: r"(?:optimizer|CPU)[_ -]?offload(?:ing)?|offload_optimizer",
     advice.SURVIVE: r"preset survive|survive_oom\(",
 }
+# A flag without a value, as argparse's store_true takes it.
+_SWITCH = r"--(?:gradient|activation)_checkpointing(?=\s*\\?\s*(?:$|\n|--))"
+_SHARE_TRIED = rf"(?is)(?:utilization|mem_fraction\w*)\b.{{0,160}}?{_NO_HELP}"
 _EITHER_NAME = "(?:activation|gradient)_checkpointing"  # since transformers 5.23, and before
 _TORCHS_ADVICE = re.compile(r"try setting \S+ to avoid fragmentation")
 _CHECKPOINTED = r"torch[/\\]utils[/\\]checkpoint|_gradient_checkpointing_func"
@@ -59,6 +65,10 @@ def is_followed(one: Advice, facts: TextFacts) -> bool:
     """Return whether the text says that an advice is already followed, or did not help."""
     text = _TORCHS_ADVICE.sub("", facts.whole)
     if one is advice.CHECKPOINTING and facts.find_call(_CHECKPOINTED):
+        return True
+    if one is advice.CHECKPOINTING and re.search(_SWITCH, text):
+        return True
+    if one is advice.SMALLER_ENGINE_SHARE and re.search(_SHARE_TRIED, text):
         return True
     if one is advice.SMALLER_MICRO_BATCH and facts.is_later_attempt:
         rows = [int(each) for each in re.findall(_ROWS, f"{facts.command}\n{facts.text}")]
@@ -95,7 +105,7 @@ def _words_of(one: Advice) -> Iterator[str]:
         # Only its own words show that it is in force.
         yield from (other,) if one is advice.SURVIVE else _write_patterns(other)
     if what := _SMALLER.get(one):
-        yield rf"(?i:{_MADE_LESS}[^.\n]{{0,40}}?{what})"
+        yield rf"(?i:{_MADE_LESS}[^.,;\n]{{0,40}}?{what})"
         yield rf"(?i:{what}[^.\n]{{0,30}}?(?:{_LESS}\w*d\b|\bcut\b|\d ?(?:down )?(?:to|->|→) ?\d))"
         least = "0|zero" if one is advice.FEWER_WORKERS else "1|one"
         end = r"\b(?!['\w]|[.,]\d|[/:|]| ?(?:of|loss|/|\|))"

@@ -4,25 +4,31 @@ import re
 from collections.abc import Mapping, Sequence
 
 from trainer_plugins import checkpointing
+from trainer_plugins.explain.models import find_model
 from trainer_plugins.explain.text.command import find_command
-from trainer_plugins.explain.text.models import find_model
 from trainer_plugins.explain.text.text_facts import TextFacts
 
 # The names used by transformers' examples, TRL, LLaMA-Factory, axolotl, DeepSpeed and QLoRA.
 _MODEL = "model_name_or_path|pretrained_model_name_or_path|base_model|model_name|model_id|model"
-_LENGTH = (
+TOKENS = "ppo_max_token_len_per_gpu"  # of a micro-batch without padding
+LENGTH = (
     "max_seq_length|max_length|cutoff_len|sequence_len|model_max_length|max_seq_len|block_size"
+    f"|{TOKENS}"
 )
 _ON_THE_HUB = r"(?<![\w./-])[a-zA-Z][\w-]{1,40}/[a-zA-Z][\w.-]{2,80}\w(?![\w/])"
-ROWS = "per_device_train_batch_size|micro_batch_size|train_micro_batch_size_per_gpu"
-DTYPES = "bfloat16|float16|float32"
-_LOADED_AS = re.compile(
-    r"(?:from_pretrained\(|model_init_kwargs)[^)}]{0,300}?\bdtype[\"']?\s{0,2}[=:]\s{0,2}[\"']?"
-    rf"(?:torch\.)?({DTYPES})\b"
-    rf"|[\"']dtype[\"']: [\"'](?:torch\.)?({DTYPES})[\"']"
-    r"|(?i:(?:model|weights|param\w*)\b[^\n=]{0,24}?\b(?:dtype|in)\b[: =]{1,3}"
-    rf"(?:torch\.)?({DTYPES})\b)"
+# The rows of a micro-batch, also as verl, Megatron, NeMo and other frameworks call them.
+ROWS = (
+    "per_device_train_batch_size|micro_batch_size|train_micro_batch_size_per_gpu"
+    "|ppo_micro_batch_size_per_gpu|ppo_micro_batch_size|micro_train_batch_size|local_batch_size"
+    "|per_device_batch_size|micro_bsz|mbs|train_bs"
 )
+STEPS = "gradient_accumulation_steps|gradient_accumulation|grad_accum"
+# Elsewhere a batch may be that of all cards, but one row is one row.
+_ONE_ROW = re.compile(
+    r"(?i)(?<![\w.])(?<!eval )(?<!eval_)(?:train_)?(?:batch(?:[ _-]?size)?|bs)(?: per \w+)?[\"']?"
+    r"(?: ?[=:] ?| is (?:already )?| of | to | )[\"']?(?:1|one)\b(?!['\w%]|[.,]\d|[/:|]| ?(?:of|/))"
+)
+DTYPES = "bfloat16|float16|float32"
 
 
 class Settings:
@@ -38,9 +44,20 @@ class Settings:
         for name in names.split("|"):
             if re.fullmatch(values, self.given.get(name, "")):
                 return self.given[name]
-        is_set = rf"(?:--(?:{names})[ =]|(?<![\w.])(?:{names})[\"']? {{0,2}}[=:] {{0,2}})[\"']?"
-        found = re.search(rf"{is_set}(?:torch\.)?({values})(?![\w.])", self.text)
-        return found[1] if found else ""
+        found = self._find(names, values)
+        return found["value"] if found else ""
+
+    def _find(self, names: str, values: str) -> re.Match[str] | None:
+        return re.search(
+            rf"(?P<is_set>(?:--(?:{names})(?: +|=)|(?<!\w)(?:\w+\.)*(?:{names})[\"']? {{0,2}}"
+            rf"[=:] {{0,2}})[\"']?)(?:torch\.)?(?P<value>{values})(?![\w.])",
+            self.text,
+        )
+
+    def respell(self, names: str, value: int) -> str:
+        """Write a setting with another number as the text writes it; empty if it does not."""
+        found = self._find(names, r"\d{1,7}")
+        return f"{found['is_set']}{value}".replace('"', "") if found else ""
 
     def is_on(self, names: str) -> bool:
         return bool(self.value(names, "[Tt]rue|1"))
@@ -56,21 +73,22 @@ class Settings:
     @property
     def rows(self) -> int | None:
         """Return the rows of a micro-batch; None if the text does not show them."""
-        found = self.value(ROWS, r"\d{1,6}")
-        return int(found) if found else self._facts.rows("per_device_train_batch_size")
+        for names in ROWS.split("|"):
+            if found := self.value(names, r"\d{1,6}"):
+                return int(found)
+        found_in_banner = self._facts.rows("per_device_train_batch_size")
+        return found_in_banner or (1 if _ONE_ROW.search(self.text) else None)
 
     @property
     def length(self) -> int | None:
         """Return the tokens of the longest row; None if the text does not show them."""
-        return int(self.value(_LENGTH, r"\d{1,7}") or 0) or None
+        return int(self.value(LENGTH, r"\d{1,7}") or 0) or None
 
     @property
     def dtype(self) -> str:
-        """Return the weights' dtype: a bare dtype may belong to any tensor in a line of code."""
-        if found := self.value("torch_dtype", DTYPES) or self.given.get("dtype", ""):
-            return found
-        loaded = _LOADED_AS.search(self.text)
-        return next(filter(None, loaded.groups()), "").lower() if loaded else ""
+        """Return the weights' dtype; empty if the text does not show it."""
+        loaded = r"(?:from_pretrained\(|model_init_kwargs)[^)}]{0,300}?\bdtype"
+        return self.value(f"torch_dtype|{loaded}", DTYPES) or self.given.get("dtype", "")
 
 
 def _arguments(words: Sequence[str]) -> Mapping[str, str]:

@@ -3,14 +3,14 @@
 from itertools import product
 from math import isqrt
 
-from trainer_plugins.explain.shared import Said
-from trainer_plugins.explain.sizes import count_units, is_size_of, match_tokens
-from trainer_plugins.explain.text.models import (
+from trainer_plugins.explain.models import (
     USUAL_VOCABULARIES,
     Model,
     find_model,
     vocabularies_of,
 )
+from trainer_plugins.explain.shared import Said
+from trainer_plugins.explain.sizes import count_units, is_size_of, match_tokens
 from trainer_plugins.explain.text.settings import Settings
 from trainer_plugins.explain.text.text_facts import TextFacts
 
@@ -118,19 +118,15 @@ def solve_gradients(facts: TextFacts) -> Said | str:
 def solve_weights(facts: TextFacts) -> Said | str:
     """State which matrix of the text's model has this size; empty if none has."""
     model = find_model(facts.whole)
-    if model is None:
-        return ""
-    matrices = (
-        ("embedding, or the head", model.vocabulary, model.hidden),
-        ("matrix of an MLP", model.intermediate, model.hidden),
-    )
-    for (what, height, width), num_bytes in product(matrices, _DTYPES):
-        if is_size_of(facts.asked_bytes or 0, height * width * num_bytes):
+    kinds = {} if model is None else {"embedding, or the head": model.vocabulary}
+    kinds |= {} if model is None else {"matrix of an MLP": model.intermediate}
+    for (what, height), width in product(kinds.items(), _DTYPES):
+        if model and is_size_of(facts.asked_bytes or 0, height * model.hidden * width):
             return facts.states(
-                f"{{requested_bytes}} = {{num_rows:,}} x {{num_columns:,}} x {num_bytes} bytes: one"
-                f" {what} of {model.name} in {_DTYPES[num_bytes]}.",
+                f"{{requested_bytes}} = {{num_rows:,}} x {{num_columns:,}} x {width} bytes: one"
+                f" {what} of {model.name} in {_DTYPES[width]}.",
                 num_rows=height,
-                num_columns=width,
+                num_columns=model.hidden,
             )
     return ""
 
@@ -139,14 +135,11 @@ def solve_activations(facts: TextFacts) -> Said | str:
     """State which activations of an MLP or a norm have this size; empty if none do."""
     is_mlp = facts.find_call(r"mlp|(?:down|gate|up)_proj|act_fn|swiglu|silu|gelu", innermost=4)
     is_norm = facts.find_call(r"[Nn]orm\b", innermost=3)
-    model = find_model(facts.whole) if is_mlp or is_norm else None
-    if model is None:
+    if not (is_mlp or is_norm) or (model := find_model(facts.whole)) is None:
         return ""
-    shown = _read_shape(facts)
-    kinds = [("the MLP", model.intermediate)] * bool(is_mlp)
-    kinds += [("the norm", model.hidden)] * bool(is_norm)
-    for (what, columns), width in product(kinds, _DTYPES):
-        tokens = _count_tokens(facts.asked_bytes or 0, columns * width, *shown)
+    what, columns = ("the MLP", model.intermediate) if is_mlp else ("the norm", model.hidden)
+    for width in _DTYPES:
+        tokens = _count_tokens(facts.asked_bytes or 0, columns * width, *_read_shape(facts))
         if tokens is not None:
             return facts.states(
                 f"{{requested_bytes}} = {{num_tokens:,}} tokens x {{num_columns:,}} x {width}"

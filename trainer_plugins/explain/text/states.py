@@ -29,13 +29,14 @@ _IN_4_BITS = re.compile(
     r"|(?:bits|quantization_bit)[\"']?[ =:]{1,3}4"
 )
 FOUR_BIT_BYTES = 0.55  # of one parameter: half a byte and its scales
-_NUMERALS = {"单": 1, "双": 2, "两": 2, "四": 4, "六": 6, "八": 8}
+_NUMERALS = dict(zip("单双两三四五六七八", (1, 2, 2, 3, 4, 5, 6, 7, 8), strict=True))
 _GPU = r"(?:NVIDIA )?(?:[ABHLV]\d{1,3}\w?\b|RTX|GPUs?\b|cards?\b|\d{2,3} ?GB?\b|MI\d|[3-5]090)"
 _NUM_CARDS = re.compile(
     rf"(?<![\d.])(\d{{1,4}}) ?[*x\u00d7] ?{_GPU}|{_GPU}\)? ?[*x\u00d7] ?(\d{{1,3}})\b"
     r"|\bnproc[-_]per[-_]node[ =]{1,3}(\d{1,3})|\bNPROC_PER_NODE=(\d{1,3})"
     r"|\bnum_processes[\"']?[ =:]{1,3}(\d{1,4})"
-    r"|(?<![\d.])(\d{1,2}) (?:NVIDIA )?(?:[AHV]\d{2,3}s?\b|GPUs\b|cards\b)|(\d{1,2}) ?[张卡块]"
+    r"|(?<![\d.])(\d{1,2}) (?:NVIDIA )?(?:[AHV]\d{2,3}s?\b|GPUs\b|cards\b)"
+    r"|(\d{1,2}) ?(?:[张卡块]|个 ?(?:GPU|[ABHLV]\d))|GPU (?:number|[Cc]ount)\W{1,9}(\d{1,2})\b"
 )
 _STAGE = re.compile(r"(?i)zero[-_ ]?(?:stage[-_ ]?)?([123])|ds_z([123])|[\"']stage[\"']: ?([123])")
 _OFFLOADED = re.compile(r"(?i)z(?:ero)?[-_ ]?[123][-_ ](?:cpu[-_ ])?offload|offload_optimizer")
@@ -46,7 +47,8 @@ _CARDS: Mapping[str, int] = {
     "MI300X": 192, "T4": 16,
 }  # fmt: skip
 _SIZE = re.compile(
-    r"(?:[AHV]\d00\w{0,4}|GPU|card|VRAM|显存)\W{0,3}(?:\w{1,6}\W)?(\d{2,3}) ?G(?:i?B)?\b"
+    r"(?:[AHV]\d00\w{0,4}|GPU|card|VRAM|显存)\W{0,3}(?:\w{1,6}\W{1,2})?(\d{2,3})(?:\.\d+)?"
+    r" ?G(?:i?B)?\b"
     r"|(?<![\d.])(\d{2,3}) ?G(?:i?B)?\W{0,2}(?:of |per )?"
     r"(?:VRAM|显存|[Gg]raphics|GPU|cards?\b|[AHV]\d00)"
     r"|[*x\u00d7] ?(\d{2,3}) ?GB?\b"
@@ -63,6 +65,7 @@ class States(NamedTuple):
     weight_bytes: float  # of one parameter, where only an adapter is trained
     card_bytes: int | None
     is_offloaded: bool
+    is_deepspeed: bool  # it keeps a float32 copy of all that is trained
 
     def count_bytes(
         self, *, stage: int | None = None, is_full: bool | None = None, moments: int = 8
@@ -83,6 +86,12 @@ class States(NamedTuple):
         return (
             self.card_bytes is not None and least > 0.93 * self.card_bytes and not self.is_offloaded
         )
+
+    @property
+    def crowd(self) -> bool:
+        """Return whether DeepSpeed's states leave little room that sharding would give back."""
+        is_full_card = self.card_bytes is not None and self.count_bytes() > 0.75 * self.card_bytes
+        return is_full_card and self.could_be_sharded and self.is_deepspeed
 
     @property
     def could_be_sharded(self) -> bool:
@@ -133,6 +142,7 @@ def read_states(facts: TextFacts) -> States | None:
         weight_bytes=FOUR_BIT_BYTES if _IN_4_BITS.search(text) else 2,
         card_bytes=facts.total_bytes or _read_card(text),
         is_offloaded=bool(_OFFLOADED.search(text)),
+        is_deepspeed="deepspeed" in text.casefold(),
     )
 
 
@@ -155,5 +165,7 @@ def _count_ranks(text: str) -> int:
 def _read_card(text: str) -> int | None:
     if found := _SIZE.search(text):
         return int(next(filter(None, found.groups()))) * _GB
-    named = {size for name, size in _CARDS.items() if re.search(rf"(?<![\w]){name}(?!\w)", text)}
+    named = {
+        size for name, size in _CARDS.items() if re.search(rf"(?ia:(?<!\w){name}(?!\w))", text)
+    }
     return named.pop() * _GB if len(named) == 1 else None

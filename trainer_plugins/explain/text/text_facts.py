@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from trainer_plugins.advice.vendors import CUDA, CUDA_ON_WINDOWS, VENDORS, Vendor
 from trainer_plugins.explain.answer import Cause, Stated
+from trainer_plugins.explain.progress import read_progress
 from trainer_plugins.explain.shared import Said, quote, say
 from trainer_plugins.explain.text.command import find_launch
 from trainer_plugins.explain.text.excerpt import Excerpt
 from trainer_plugins.explain.text.frames import TracebackFrame, frames_around
-from trainer_plugins.explain.text.progress import progress
 from trainer_plugins.oom import OutOfMemory
 from trainer_plugins.units import MIB
 
@@ -41,7 +41,7 @@ _PROSE = re.compile(
     r".*\b(?:the|is|are|was|we|with|this|that|my)\b.*\b(?:the|and|is|are|to|of|it|with)\b"
 ).match  # a sentence, in which no name of a program stands
 _SPEAKS = re.compile(
-    r"(?i:(?<![a-z])OOM|显存|内存|memory|[\d ]G(?:i?B)?\b|\b(?:crash|dies|died|fail|kill)\w*)"
+    r"(?i:(?<![a-z])OOM|显存|内存|memory|[\d ]G(?:i?B)?\b|\b(?:crash|dies|died|fail|kill|error)\w*)"
 ).search
 
 
@@ -74,7 +74,6 @@ class TextFacts:
     cards: tuple[SmiCard, ...]
     progress: str  # how far the run had come, as a clause; empty at its start, or if unknown
     is_later_attempt: bool  # whether the text shows an earlier failed attempt
-    num_skipped: int  # lines that report a skipped batch
 
     @property
     def asked_bytes(self) -> int | None:
@@ -165,7 +164,9 @@ class TextFacts:
     def outside_torch_bytes(self) -> int:
         """Return this process's memory outside torch's allocator, as far as it is stated."""
         own = [size for pid, size in self._named if pid is None]
-        return max(0, own[0] - (self.live_bytes or 0) - (self.unused_bytes or 0)) if own else 0
+        if not own or self.live_bytes is None:
+            return 0
+        return max(0, own[0] - self.live_bytes - (self.unused_bytes or 0))
 
     @property
     def neighbours(self) -> list[tuple[int, int]]:
@@ -286,9 +287,8 @@ def gather(excerpt: Excerpt, oom: OutOfMemory) -> TextFacts:
             SmiProcess(int(one[1]), int(one[2]), one[3], int(one[4]) * MIB) for one in processes
         ),
         cards=tuple(SmiCard(int(one[1]) * MIB, int(one[2]) * MIB) for one in cards),
-        progress=progress(lines[since : at + 1]),
+        progress=read_progress(texts[since : at + 1]),
         is_later_attempt=since > 0,
-        num_skipped=sum(bool(re.search(r"(?i)skipping (?:this )?batch", text)) for text in texts),
     )
 
 

@@ -16,17 +16,18 @@ _SAID: tuple[tuple[Source, str, str], ...] = (
         r"Available (?:KV cache )?memory: (?:-\d|0,)|(?:Prefill|Decode) out of memory"
         r"|No available memory for the cache blocks",
     ),
-    ("shared", "", r"\b_share_(?:filename|fd)_cpu_\("),
-    ("host", "", r"(?i:paging file is too small|\berror 1455)"),
+    ("host", "", r"(?i:\berror 1455)"),
     (
         "host",
         KILLED_FROM_OUTSIDE,
         r"all available RAM|\bRay OOM\b|\bRAM OOM"
         rf"|(?i:out of \(?{_HOST}|{_HOST}[^.!?]{{0,60}}\b(?:grow|increas|leak|full|explo)"
         rf"|\b(?:oom|killed)\b[^.!?\n]{{0,40}}\b{_HOST}|grow[^.!?\n]{{0,12}} of {_HOST})"
-        r"|(?<!显)内存(?:OOM|溢出|不足|爆|一直|不断|持续)|(?i:\bgets? killed\b)",
+        r"|(?<!显)内存[^。\uff0c显\n]{0,12}?(?:OOM|溢出|不足|爆|一直|不断|持续|泄)"
+        r"|(?i:\bgets? killed\b)"
+        r"|(?i:(?:session|notebook|kernel|colab)\w*\b[^.!?\n]{0,16}\bcrash|crash\w*[^.!?\n]{0,24}"
+        r"\b(?:session|memory (?:problem|issue)))",
     ),
-    ("nccl", "", r"(?i:unhandled ?cuda ?error)"),
     (
         "allocator",
         "",

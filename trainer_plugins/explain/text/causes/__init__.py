@@ -15,7 +15,6 @@ from trainer_plugins.explain.text.text_facts import Rule, TextFacts
 RULES: tuple[Rule, ...] = (
     # Impossible sizes.
     numbers.impossible_size,
-    numbers.largest_block,
     numbers.contradictory,
     # Others on the card.
     others.ddp_gpu0,
@@ -23,8 +22,6 @@ RULES: tuple[Rule, ...] = (
     others.data_parallel,
     others.engine_share,
     numbers.judge_spill,
-    others.judge_catch,
-    others.gave_up,
     others.judge_refused_load,
     # Not the card's memory.
     *off_card.RULES,
@@ -35,16 +32,13 @@ RULES: tuple[Rule, ...] = (
     *place.PLACES,
     # What its settings and a person's words show.
     arithmetic.cut_command,
-    arithmetic.judge_switch,
     arithmetic.judge_fault,
+    arithmetic.judge_comparison,
     arithmetic.outlier,
-    place.logits_by_size,
     arithmetic.states,
-    arithmetic.room,
-    arithmetic.judge_pixels,
+    others.judge_share,
     arithmetic.logits,
-    arithmetic.judge_missing_pixel_limit,
-    arithmetic.judge_version,
+    arithmetic.pictures,
     arithmetic.later,
     # The rest: fragments, a shape, growth, size.
     numbers.fragmentation,

@@ -2,63 +2,62 @@
 
 import re
 
+from trainer_plugins.advice.faults import find_fault
 from trainer_plugins.explain.answer import Cause, Certainty
+from trainer_plugins.explain.models import find_model
 from trainer_plugins.explain.shared import cause, quote, say
-from trainer_plugins.explain.text.faults import find_fault
-from trainer_plugins.explain.text.models import find_model
 from trainer_plugins.explain.text.settings import Settings
-from trainer_plugins.explain.text.states import read_states
+from trainer_plugins.explain.text.solved import solve_logits
+from trainer_plugins.explain.text.states import States, read_states
 from trainer_plugins.explain.text.text_facts import TextFacts
 from trainer_plugins.units import GIB
 
 # A shell ends a command at a comment, also between lines that a backslash joins.
 _CUT = re.compile(r"\\[ \t]*\n\s*(#[^\n]*)\n\s*([^\s#][^\n\\]*)")
-_PIXELS = re.compile(r"(?i)\b(?:image_)?max_pixels?[\"']?[ =:]{1,3}[\"']?(\d{4,9})\b")
-_SEES = re.compile(r"(?i)VL-|pixel|\bimages\b|图片|图像|\bvideos?\b")
-_SETS_PIXELS = re.compile(r"(?i)max_pixels|max_slice|resize")
+_PIXELS = re.compile(
+    r"(?i)(?<![a-z])(?:image_|video_)?max_pixels?[\"']?[ =:]{1,3}[\"']?(\d{4,9})\b"
+)
+FRAMES = re.compile(
+    r"(?i)(?P<is_set>(?:--)?[a-z_]*(?:n_?frames|max_frames|num_frames)[\"']?[ =:]{1,3}[\"']?)"
+    r"(?P<frames>\d{1,5})\b"
+)
+_SEES = re.compile(r"(?i)VL-(?!.*\bgrpo\b)|pixel|images?\b|图片|图像|图文")
+SEES_VIDEOS = r"(?i)(?<![a-z])videos?(?![a-z])|视频"
+_SETS_PIXELS = re.compile(r"(?i)max_pixels|max_slice|resize|max_token_num")
 _PATCH = 28  # pixels of a token's side: patches of 14, two by two (Qwen2-VL, Qwen2.5-VL)
 _UNLIMITED_PIXELS = 12_845_056  # of the processor of Qwen2-VL and Qwen2.5-VL without a setting
-_MANY_PIXELS = 2_000_000
+_MANY_PIXELS, _MANY_FRAMES = 2_000_000, 32
 _SPEAKS_OF_OOM = r"(?i)(?<![a-z])OOM|out.of.memory|显存|内存|crash|killed"
 _OUTLIER = 1.5
-_LARGE_LOGITS = 7 * GIB
+_LARGE_LOGITS, _NEEDLE_BYTES = 7 * GIB, GIB // 4
 # With a chosen and a rejected answer for each row.
 _PAIRS = re.compile(r"(?i)\b(?:dpo|orpo|cpo|simpo)\b")
 _LATER = (
-    r"suddenly|sporadic|after (?:about |around |~)?\d[\d.,]*[kK]? ?(?:steps|iter|hours)"
-    r"|突然|逐步上升|一直上升|越来越|\d+ ?步|[几一二三四五六七八九]千"
+    r"suddenly|sporadic|(?:after|till|until|for) (?:about |around |~)?\d[\d.,]*[kK]? ?(?:\w+ )?"
+    r"(?:steps|iter|hours)|steadily"
+    r"|(?:climb|increas|grow)\w* (?:\w+ ){0,2}(?:during|in the process|over)"
+    r"|\b(?:some|certain|few|couple of|third|\d(?:rd|nd|th)) (?:optimization )?steps?\b"
+    r"|突然|中途|(?:逐[步渐]|一直)(?:上升|增长|增加)|越来越|\d+ ?步|(?:某个?|一定) ?step"
+    r"|[几一二三四五六七八九]千"
 )
 _REST = r"(?:[^.!?。\n]|\.(?=\d)){0,100}"  # of a sentence
 FITS_WITHOUT = re.compile(
-    rf"(?i){_REST}\b(?:fine|works?|worked|fits?|succeeds?|no OOM)\b[^.!?\n]{{0,24}}?"
+    rf"(?i){_REST}(?:\b(?:fine|works?|worked|fits?|succeeds?|no OOM)\b[^.!?\n]{{0,24}}?"
     r"\b(?:when|if|with|once|after)\b[^.!?\n]{0,60}?"
-    rf"\b(?:off|disabl\w+|commented out|removed?|unset|without)\b{_REST}"
+    r"\b(?:off|disabl\w+|commented out|removed?|unset|without)\b"
+    rf"|\bOOM\b[^.!?\n]{{0,40}}\bif I use \w+ it (?:runs|works)(?: fine)?){_REST}"
 )
+_VERSION = r"v?\d+\.\d+(?:\.\d+)?"
 _OLDER = re.compile(
     rf"(?i){_REST}(?:"
     r"\b(?:previous|older|earlier|former|last) (?:version|release|nightly|build)|\bdowngrad\w+"
-    r"|\b(?:after|since) (?:the )?(?:upgrad|updat)\w+|\bregression\b"
-    rf"|\bcan train\b{_REST}\bwhereas|without any issues? [^.!?\n]{{0,24}}\bago"
+    r"|\b(?:after|since|when I) (?:the )?(?:upgrad|updat)\w+|\bregression\b"
+    rf"|\b(?:work\w*|run\w*|fine|fits?)\b[^.!?\n]{{0,30}}{_VERSION}[^!?\n]{{0,40}}\bOOM"
+    rf"|\bcan train\b{_REST}\bwhereas|(?:without any issues?|fine|worked) [^.!?\n]{{0,24}}\bago"
+    r"|\buntil [^.!?\n]{0,20}\bago\b"
     r"|旧版|老版本|之前的?版本|最新版[^。\n]{0,40}(?:却|会)|升级[^。\n]{0,20}后|切换到[^。\n]{0,20}正常|一月份"
     rf"){_REST}"
 )
-
-
-def states(facts: TextFacts) -> Cause | None:
-    """Weights, gradients and optimizer states alone fill the card, or the weights alone do."""
-    found = read_states(facts)
-    if found is None or not found.are_too_large or facts.frames or facts.oom.source != "allocator":
-        return None
-    return cause(
-        "optimizer-state" if found.is_full else "load-too-large",
-        found.describe(),
-        say("The card has {capacity_bytes}.", capacity_bytes=found.card_bytes),
-        summary="weights, gradients and optimizer states alone do not fit, at any batch size"
-        if found.is_full
-        else "",
-        doubt="The numbers are the text's, and the ranks, the card and the method are read from its"
-        " words: `trainer-plugins plan` with them counts what comes on top",
-    )
 
 
 def speaks_of_oom(facts: TextFacts) -> bool:
@@ -66,10 +65,27 @@ def speaks_of_oom(facts: TextFacts) -> bool:
     return facts.says(_SPEAKS_OF_OOM) is not None
 
 
-def room(facts: TextFacts) -> Cause | None:
-    """The text asks whether a run fits, and speaks of no error: say what is left."""
+def states(facts: TextFacts) -> Cause | None:
+    """Weights, gradients and optimizer states alone fill the card, or a question asks whether."""
     found = read_states(facts)
-    if found is None or not found.billions or found.card_bytes is None or speaks_of_oom(facts):
+    if found is None or facts.frames or facts.oom.source != "allocator":
+        return None
+    if not found.are_too_large and not found.crowd:
+        return _room(facts, found)
+    return cause(
+        "optimizer-state" if found.is_full else "load-too-large",
+        found.describe(),
+        say("The card has {capacity_bytes}.", capacity_bytes=found.card_bytes),
+        summary="weights, gradients and optimizer states alone fill the card, at any batch size"
+        if found.is_full
+        else "",
+        doubt="The numbers are the text's, and the ranks, the card and the method are read from its"
+        " words: `trainer-plugins plan` with them counts what comes on top",
+    )
+
+
+def _room(facts: TextFacts, found: States) -> Cause | None:
+    if not found.billions or found.card_bytes is None or speaks_of_oom(facts):
         return None
     left = found.card_bytes - found.count_bytes()
     return cause(
@@ -100,23 +116,42 @@ def cut_command(facts: TextFacts) -> Cause | None:
     )
 
 
-def judge_pixels(facts: TextFacts) -> Cause | None:
-    """The text allows pictures that have far more tokens than a sample's text."""
-    given = [int(each) for each in _PIXELS.findall(facts.whole)]
-    if facts.frames or facts.asked_bytes or not given or max(given) < _MANY_PIXELS:
+def pictures(facts: TextFacts) -> Cause | None:
+    """The pictures or videos of a text have far more tokens than a sample's text."""
+    text, is_card = facts.whole, facts.oom.source == "allocator"
+    if facts.frames or facts.asked_bytes or not is_card:
         return None
-    return _cause_of_pixels("The text allows", max(given), "likely")
-
-
-def judge_missing_pixel_limit(facts: TextFacts) -> Cause | None:
-    """The text trains Qwen-VL, and sets no limit."""
-    text = facts.whole
-    has_pictures = _SEES.search(text) and re.search(r"(?i)qwen", text)
-    if facts.frames or facts.asked_bytes or not has_pictures or _SETS_PIXELS.search(text):
+    pixels = max(map(int, _PIXELS.findall(text)), default=0)
+    has_videos = re.search(SEES_VIDEOS, text)
+    frames = max((int(one["frames"]) for one in FRAMES.finditer(text)), default=0)
+    if frames >= _MANY_FRAMES or (has_videos and not frames):
+        return _cause_of_frames(frames, pixels)
+    if pixels >= _MANY_PIXELS:
+        return _cause_of_pixels("The text allows", pixels, "likely")
+    if not _SEES.search(text) or not re.search(r"(?i)qwen", text) or _SETS_PIXELS.search(text):
         return None
-    is_card = facts.oom.source == "allocator"
     who = "The text sets no limit, and Qwen-VL's processor allows"
-    return _cause_of_pixels(who, _UNLIMITED_PIXELS, "possible") if is_card else None
+    return _cause_of_pixels(who, _UNLIMITED_PIXELS, "possible")
+
+
+def _cause_of_frames(frames: int, pixels: int) -> Cause:
+    words = "The text sets no number of frames: a sample has as many as its video is long."
+    if frames:
+        words = "The text allows {num_frames} frames of a video in a sample."
+    if frames and pixels:
+        words += (
+            " If each may have {num_pixels:,} pixels, {num_frames} / 2 x {num_pixels:,} / 28 / 28"
+            " = {num_tokens:,} tokens."
+        )
+    tokens = frames * pixels // (2 * _PATCH**2)
+    return cause(
+        "image-size",
+        say(words, num_frames=frames, num_pixels=pixels, num_tokens=tokens) if frames else words,
+        summary="the frames of a video produce too many tokens",
+        grade="possible",
+        doubt="The text does not show the videos: print pixel_values.shape, or video_grid_thw, of"
+        " the failing batch, and see whether its video is the longest",
+    )
 
 
 def _cause_of_pixels(who: str, pixels: int, grade: Certainty) -> Cause:
@@ -135,17 +170,19 @@ def _cause_of_pixels(who: str, pixels: int, grade: Certainty) -> Cause:
 
 
 def logits(facts: TextFacts) -> Cause | None:
-    """One copy of the logits fills a good part of a card, by the settings alone."""
+    """The size that was refused, or the settings alone, make logits of a good part of a card."""
     settings, model = Settings(facts), find_model(facts.whole)
-    if facts.frames or model is None or settings.length is None or facts.oom.source != "allocator":
+    if facts.frames or model is None or facts.oom.source != "allocator":
         return None
     rows = (settings.rows or 1) * (2 if _PAIRS.search(facts.whole) else 1)
-    num_bytes = rows * settings.length * model.vocabulary * 4
-    if num_bytes < _LARGE_LOGITS:
+    num_bytes = rows * (settings.length or 0) * model.vocabulary * 4
+    equation = solve_logits(facts) if (facts.asked_bytes or 0) >= _NEEDLE_BYTES else ""
+    if not equation and num_bytes < _LARGE_LOGITS:
         return None
     return cause(
         "logits-loss",
-        say(
+        equation
+        or say(
             "{num_rows} rows x {num_tokens:,} tokens x {num_words:,} words x 4 bytes ="
             " {logits_bytes}: one float32 copy of the logits. A loss makes two or three.",
             num_rows=rows,
@@ -197,9 +234,18 @@ def later(facts: TextFacts) -> Cause | None:
     )
 
 
-def judge_switch(facts: TextFacts) -> Cause | None:
-    """The person has seen the same run fit without one setting."""
-    return _compare(facts, FITS_WITHOUT, "one setting")
+def judge_comparison(facts: TextFacts) -> Cause | None:
+    """The person has seen the same run fit without one setting, or with another version."""
+    said = FITS_WITHOUT.search(facts.text) or _OLDER.search(facts.text)
+    if facts.oom.source != "allocator" or said is None:
+        return None
+    return cause(
+        "regression",
+        f"The text says: {quote(said[0].strip())}",
+        summary="your own test decides: what changed between the run that fits and this one",
+        doubt="One of several changes may be meant: change one alone, and compare"
+        " torch.cuda.max_memory_allocated() after ten steps of each",
+    )
 
 
 def judge_fault(facts: TextFacts) -> Cause | None:
@@ -210,27 +256,9 @@ def judge_fault(facts: TextFacts) -> Cause | None:
     fault, version = found
     return cause(
         "regression",
-        f"The text names {fault.library} {version}; {fault.fixed} is the first without it"
-        f" ({fault.source}).",
+        f"The text names {fault.library} {version};"
+        f" {fault.fixed or 'no version'} is the first without it ({fault.source}).",
         summary=f"a fault of {fault.library}: {fault.symptom}",
-        doubt=f"The text does not show that this fault filled the card: run it with {fault.fixed}"
+        doubt="The text does not show that this fault filled the memory: run it with the remedy,"
         " and compare the peaks",
-    )
-
-
-def judge_version(facts: TextFacts) -> Cause | None:
-    """The person has seen the same run fit with another version."""
-    return _compare(facts, _OLDER, "a version")
-
-
-def _compare(facts: TextFacts, said: re.Pattern[str], what: str) -> Cause | None:
-    found = said.search(facts.text)
-    if facts.frames or facts.oom.source != "allocator" or found is None:
-        return None
-    return cause(
-        "regression",
-        f"The text says: {quote(found[0].strip())}",
-        summary=f"your own test decides: the same run fits without it, so {what} is the cause",
-        doubt="One of several changes may be meant: change that one alone, and compare"
-        " torch.cuda.max_memory_allocated() after ten steps of each",
     )

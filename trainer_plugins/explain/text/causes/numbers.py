@@ -12,7 +12,6 @@ from trainer_plugins.explain.text.text_facts import TextFacts
 from trainer_plugins.snapshot.owners import IMPOSSIBLE_BYTES, is_refused_though_free
 from trainer_plugins.units import GIB, MIB
 
-ONE_BLOCK = "NOT allocate memory block with size larger than"
 _OTHER_FRACTION = 0.25
 _LITTLE_FRACTION = 0.5  # live at the peak, as a fraction of reserved memory
 # `max_allocated: 8.34e+03`, `| GPU reserved memory | 5542 MiB`, DeepSpeed's `MA 8.3 GB  CA 55 GB`.
@@ -40,18 +39,6 @@ def impossible_size(facts: TextFacts) -> Cause | None:
         "The request was more than 1 EB at once." if is_cut else facts.states(asked),
         "An index, a shape or a length is wrong, or comes from damaged data: no memory"
         " setting helps.",
-    )
-
-
-def largest_block(facts: TextFacts) -> Cause | None:
-    """The card has room, but gives no more than 4 GiB at once."""
-    if not re.search(ONE_BLOCK, facts.oom.text):
-        return None
-    return cause(
-        "api-misuse",
-        facts.states("The request was {requested_bytes} at once, on a card of {capacity_bytes}."),
-        facts.users_line,
-        summary="one tensor exceeds the 4 GiB that this card allocates at once",
     )
 
 
@@ -260,11 +247,17 @@ def capacity(facts: TextFacts) -> Cause:
             "The driver does not say which memory was full: the card's, used by others or by this"
             " run (`nvidia-smi` while it fails), or, if the card had room, pinned main memory"
         )
-    else:
+    elif facts.frames or facts.asked_bytes:
         doubt = (
             "The text does not show what fills the card: weights, optimizer states, activations or"
             " leftovers of earlier steps. `trainer-plugins plan` predicts the need of this run"
             + ("" if facts.frames else "; a traceback would show where it failed")
+        )
+    else:
+        doubt = (
+            "When does it fail: loading, the first step, a later one, evaluation or a save; and"
+            " with how many rows of what length? The whole traceback shows the first, and"
+            " `trainer-plugins plan` counts the second before a run"
         )
     return cause(
         "capacity",

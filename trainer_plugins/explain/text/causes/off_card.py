@@ -33,6 +33,10 @@ NCCL_ON_THE_HOST = (
 LOAD_BAR = r"Loading (?:weights|checkpoint shards): {1,3}(?!100)\d{1,2}%"
 # DeepSpeed prints it before it writes; under ZeRO-3 the first rank has gathered all weights then.
 SAVE_LINE = r"(?m)^(?:\[Torch\] )?Saving [^\n]*\n(?:(?!.*Saved )[^\n]*\n){0,4}?Killing sub"
+# A merge turns a base of 4 bits into 16, beside the adapter and the copy that is written.
+MERGES = (
+    r"merge_and_unload|save_pretrained_(?:merged|gguf)|(?i:\bmerg(?:e|es|ing)\b[^.\n]{0,30}model)"
+)
 WORKER_KILLED = "a dataloader worker was killed, as the kernel does when main memory is full"
 
 
@@ -84,8 +88,10 @@ def host_end(facts: TextFacts) -> Cause | None:
     if not by_limit and not by_kernel and not is_killed:
         return None
     is_limited = by_limit or (is_killed and is_memory and facts.says(_LIMITING))
-    summary = ""
-    if not is_limited and not by_kernel and not is_memory:
+    summary, is_merge = "", not facts.frames and facts.says(MERGES)
+    if not is_limited and is_merge:
+        summary = f"{SUMMARIES['host-kill']} while the adapter was merged"
+    elif not is_limited and not by_kernel and not is_memory:
         summary = "killed by SIGKILL: by the kernel for main memory, preemption or scancel"
     elif not is_limited and "DataLoader worker" in facts.oom.text:
         summary = WORKER_KILLED
@@ -100,7 +106,9 @@ def host_end(facts: TextFacts) -> Cause | None:
         _host_states(facts),
         summary=summary,
         grade=None if is_limited or by_kernel or is_memory else "possible",
-        doubt=f"The log does not show who sent the SIGKILL: {name_killer(facts)} settles it",
+        doubt="The text does not show which memory was full: watch `free -h` and `nvidia-smi` then"
+        if is_merge
+        else f"The log does not show who sent the SIGKILL: {name_killer(facts)} settles it",
         is_sure=(by_limit and facts.oom.is_certain) or (by_kernel and not is_limited),
     )
 

@@ -7,6 +7,8 @@ from trainer_plugins.advice import Door
 from trainer_plugins.explain.answer import Cause
 from trainer_plugins.explain.shared import Said, are_alike, cause, quote, say
 from trainer_plugins.explain.text.causes.numbers import is_held_by_others, is_held_outside_torch
+from trainer_plugins.explain.text.followed import is_followed
+from trainer_plugins.explain.text.settings import Settings
 from trainer_plugins.explain.text.text_facts import TextFacts
 from trainer_plugins.units import size
 
@@ -16,6 +18,17 @@ _UNEVEN = 1.3
 _TRIAL = r"[Tt]rial ?#?[1-9]\d*(?: failed| as TrialState\.FAIL)"
 ENGINE = (
     r"(?i)(?<![a-z])(?:vllm|sglang)(?![a-z])|VllmWorker|RayWorkerWrapper|EngineCore|cumem_allocator"
+)
+_BESIDE_TRAINING = rf"{ENGINE}|(?i:colocate|\bverl\b|actor_rollout_ref|use_vllm)"
+_ITS_MOMENT = r"wak\w+[ _-]?up|(?<![._])rollouts?\b(?![._=])|rolling out|sleep[ _]mode"
+_MANY_ROWS = 16
+_OF_ITS_OWN = (
+    r"(?i)vllm_device|vllm_server|vllm_mode\W{1,4}server|\bvllm serve\b"
+    r"|\bduring [^.\n]{0,20}(?:update|backward)"
+)
+SHARE = (
+    r"(?P<name>[\w.-]*(?:gpu[-_]memory[-_]utilization|vllm_gpu_util|mem[-_]fraction[-_]static))"
+    r"(?P<sep>[\"']?(?: ?[=:] ?| (?:set )?(?:to )?))(?P<share>[01]?\.\d{1,4}|1)\b"
 )
 _WARMS_UP = r"warming up|Capture cuda graph failed"
 _SERVES = r"\b(?:vllm|sglang) serve\b|(?:vllm|sglang)\.(?:launch_server|entrypoints)"
@@ -108,9 +121,16 @@ def engine_share(facts: TextFacts) -> Cause | None:
         summary = next(summary for each, summary in _REFUSALS if re.search(each, words))
         return cause("engine-share", f"The engine says: {quote(words)}", summary=summary)
     inside = facts.find_call(r"[/\\](?:vllm|sglang)(?=[/\\ ])|\b(?:vllm|sglang)\.")
-    engine = inside or re.search(ENGINE, facts.writer + words)
+    engine = inside or re.search(ENGINE, facts.writer + re.sub(SHARE, "", words))
     if not facts.frames:
         engine = engine or facts.says(_SERVES)
+    if not engine and (moment := _says_its_moment(facts)):
+        return cause(
+            "engine-share",
+            f"The text says: {quote(moment)}",
+            doubt="The text does not show how much the engine and the training each hold then:"
+            " `nvidia-smi` before and during the rollout does",
+        )
     warming = re.search(_WARMS_UP, facts.oom.text)
     if facts.find_call(r"load_weights|create_weights|initialize_model|get_model\b") and not warming:
         return None
@@ -132,23 +152,36 @@ def engine_share(facts: TextFacts) -> Cause | None:
     )
 
 
+def _says_its_moment(facts: TextFacts) -> str:
+    """Return the words that place the OOM where an engine beside the training wakes up."""
+    if facts.asked_bytes or (facts.frames and facts.oom.is_certain):
+        return ""
+    if woke := facts.says(r"to wake up tags \[[^\n]*"):  # vLLM's own words
+        return woke[0]
+    is_beside = not facts.frames and facts.says(_BESIDE_TRAINING)
+    return facts.find_sentence(_ITS_MOMENT) if is_beside else ""
+
+
+def judge_share(facts: TextFacts) -> Cause | None:
+    """The text gives an engine a part of the card, and does not show when it was full."""
+    found = facts.says(SHARE)
+    is_else = facts.says(_OF_ITS_OWN) or is_followed(advice.SMALLER_ENGINE_SHARE, facts)
+    is_else = is_else or (Settings(facts).rows or 0) >= _MANY_ROWS
+    if facts.frames or facts.asked_bytes or is_else or not found:
+        return None
+    return cause(
+        "engine-share",
+        say("The text gives the engine {share} of each card.", share=found["share"]),
+        grade="possible",
+        doubt="Does it fail while the engine loads, generates or wakes up, or in the update of the"
+        " model? The first is its share; for the second use fewer rows, or shorter answers",
+    )
+
+
 def _is_crowded(facts: TextFacts) -> bool:
     """Return whether others hold the card, or the engine counts memory that it has released."""
     held = is_held_by_others(facts) or is_held_outside_torch(facts)
     return held or (facts.live_bytes or 0) > (facts.total_bytes or facts.live_bytes or 0)
-
-
-def gave_up(facts: TextFacts) -> Cause | None:
-    """A search for a batch size that fits caught each OOM, and found none."""
-    if not facts.has_tried_one_row or facts.progress:
-        return None
-    return cause(
-        "capacity",
-        facts.words,
-        summary="not even one row fits: auto_find_batch_size has tried every size down to one",
-        doubt="The text shows neither the OOM that was caught nor what earlier attempts left: the"
-        f" run prints it with {advice.PRINT_THE_OOM.flag(Door.TRAINER)}",
-    )
 
 
 def judge_refused_load(facts: TextFacts) -> Cause | None:
@@ -265,17 +298,4 @@ def leftover(facts: TextFacts) -> Cause | None:
         grade="possible",
         doubt="The text does not show whether a cell or a trial ran before: restart the kernel, and"
         " see whether the first run fails too",
-    )
-
-
-def judge_catch(facts: TextFacts) -> Cause | None:
-    """The script catches the OOM, and the caught error keeps the tensors alive."""
-    if facts.num_skipped < 2:
-        return None
-    return cause(
-        "leak",
-        say("{num_skipped} lines report a skipped batch.", num_skipped=facts.num_skipped),
-        summary="the script catches the OOM and keeps its tensors",
-        doubt="The text does not show whether each failure has its own cause: print"
-        " torch.cuda.memory_allocated() after each skipped batch; it should fall back",
     )

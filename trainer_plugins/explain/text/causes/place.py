@@ -8,7 +8,6 @@ from trainer_plugins.advice import Door
 from trainer_plugins.explain.answer import Cause
 from trainer_plugins.explain.shared import Said, cause, quote
 from trainer_plugins.explain.text.causes.others import leftover
-from trainer_plugins.explain.text.models import find_model
 from trainer_plugins.explain.text.solved import (
     count_logits,
     solve_gradients,
@@ -123,21 +122,6 @@ def logits_loss(facts: TextFacts) -> Cause | None:
         f"It failed in {frame}.",
         (solve_logits(facts) or count_logits(facts)) if facts.find_call(_LANGUAGE) else "",
         doubt="The text does not show the shape of the logits: print logits.shape before that line",
-    )
-
-
-def logits_by_size(facts: TextFacts) -> Cause | None:
-    """A text without frames names the model, and the size matches its logits."""
-    if facts.frames or facts.oom.source != "allocator" or find_model(facts.whole) is None:
-        return None
-    equation = solve_logits(facts)
-    if not equation or (facts.asked_bytes or 0) < _NEEDLE_BYTES:
-        return None
-    return cause(
-        "logits-loss",
-        equation,
-        doubt="The text has no traceback, and only the size points to the logits: the line that"
-        " failed shows whether it computes the loss",
     )
 
 

@@ -6,9 +6,10 @@ from itertools import islice
 
 from trainer_plugins import advice
 from trainer_plugins.advice import Advice, Door
-from trainer_plugins.advice.for_causes import ONE_ROW, ONLY_RUN, order_remedies
+from trainer_plugins.advice.for_causes import ONE_ROW, ONLY_RUN, UNKNOWN, order_remedies
 from trainer_plugins.explain.answer import Cause, Remedy
 from trainer_plugins.explain.shared import remedies_for, remedy
+from trainer_plugins.explain.text.causes import off_card
 from trainer_plugins.explain.text.causes.arithmetic import speaks_of_oom
 from trainer_plugins.explain.text.followed import is_followed
 from trainer_plugins.explain.text.remedies.applies import APPLIES, APPLIES_TO_CAUSE
@@ -34,15 +35,21 @@ _LEADS: tuple[tuple[str, Advice, Callable[[TextFacts], object]], ...] = (
         advice.PLAN_THE_RUN,
         lambda facts: not (facts.frames or facts.asked_bytes or speaks_of_oom(facts)),
     ),
-    (
-        "capacity",
-        advice.CHECKPOINTING,
-        lambda facts: facts.says(r"gradient_checkpointing[\"']?[ =:]{1,3}[Ff]alse"),
+    *(
+        (code, advice.CHECKPOINTING, lambda facts: facts.says(_NO_CHECKPOINTS))
+        for code in ("capacity", "long-sample", "logits-loss")
     ),
+    ("capacity", advice.LIGER, lambda facts: facts.says(_NO_LIGER)),
     ("capacity", advice.EIGHT_BIT_ADAMW, lambda facts: facts.find_call(r"[/\\]optim[/\\]")),
     ("foreign", advice.OTHER_CARD, lambda facts: facts.says(WANTED_CARD)),
+    ("long-sample", advice.OBSERVE, lambda facts: not facts.asked_bytes and not facts.progress),
     ("long-sample", advice.SHORTER_ROWS, lambda facts: Settings(facts).rows == 1),
+    ("host-kill", advice.SAVE_THE_ADAPTER, lambda facts: facts.says(off_card.MERGES)),
+    ("host-kill", advice.FEWER_WORKERS, lambda facts: facts.says(_MANY_WORKERS)),
 )
+_NO_CHECKPOINTS = r"gradient_checkpointing[\"']?[ =:]{1,3}[Ff]alse"
+_NO_LIGER = r"(?i)liger(?:_kernel)?[\"'`]?(?: to|:|=)? ?[\"']?false"
+_MANY_WORKERS = r"dataloader_num_workers\W{1,3}(?:[2-9]\d|\d{3})"
 _OF_THE_TRAINER = (Door.TRAINER, Door.ARGUMENTS, Door.TRL)
 
 
@@ -62,7 +69,8 @@ def _offer(code: str, facts: TextFacts) -> Iterator[Remedy]:
     if is_of_states or (code == "capacity" and not facts.frames):
         states = read_states(facts)
         if states is not None and states.may_shrink:
-            yield from (replace(one, cause=code) for one in shrink_states(states, facts))
+            made = shrink_states(states, facts, lambda one: _applies(one, code, facts))
+            yield from (replace(one, cause=code) for one in made)
     yield from choose_remedies(code, _order(code, facts), facts)
 
 
@@ -80,8 +88,13 @@ def _order(code: str, facts: TextFacts) -> tuple[Advice, ...]:
         return (first, *(each for each in order if each is not first))
     if code != "capacity":
         return order
-    if facts.has_tried_one_row or Settings(facts).rows == 1:
-        return ONE_ROW
+    rows = Settings(facts).rows
+    if facts.has_tried_one_row or rows == 1:
+        return (*ONE_ROW, advice.FOUR_BITS)
+    states = read_states(facts)
+    is_sized = states is not None and states.billions
+    if not (facts.frames or facts.asked_bytes or facts.total_bytes or rows or is_sized):
+        return UNKNOWN
     uses = facts.find_call(r"(?i)\bgenerate|pipeline|pipe\(|\binfer|\bsample|predict|no_grad")
     trains = facts.find_call(r"(?i)backward|train|optimizer|closure")
     return ONLY_RUN if uses is not None and trains is None else order
@@ -95,13 +108,17 @@ def _is_last_straw(facts: TextFacts) -> bool:
     return asked <= _STRAW_FRACTION * total and live >= _FULL_FRACTION * total
 
 
-def _build(one: Advice, code: str, facts: TextFacts) -> Remedy | None:
+def _applies(one: Advice, code: str, facts: TextFacts) -> bool:
     applies = APPLIES_TO_CAUSE.get((code, one)) or APPLIES.get(one)
-    if is_followed(one, facts) or (applies is not None and not applies(facts)):
+    return not is_followed(one, facts) and (applies is None or bool(applies(facts)))
+
+
+def _build(one: Advice, code: str, facts: TextFacts) -> Remedy | None:
+    if not _applies(one, code, facts):
         return None
     if filled := FILLED.get(one):
         return filled(one, facts)
-    if uses_trainer(facts):
-        return remedy(one)
+    if uses_trainer(facts) or spell_for(one, facts):
+        return remedy(one, spell_for(one, facts))
     door = next((each for each in one.spellings if each not in _OF_THE_TRAINER), None)
     return remedy(one, door) if door else None

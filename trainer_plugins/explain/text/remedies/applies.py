@@ -7,10 +7,12 @@ from trainer_plugins.advice import Advice
 from trainer_plugins.advice.for_causes import LESS_OF_THE_BATCH
 from trainer_plugins.explain.shared import SURVIVAL_REFUSED
 from trainer_plugins.explain.text.causes import off_card, place
-from trainer_plugins.explain.text.causes.numbers import ONE_BLOCK
+from trainer_plugins.explain.text.causes.arithmetic import FRAMES, SEES_VIDEOS
 from trainer_plugins.explain.text.followed import is_followed
 from trainer_plugins.explain.text.remedies import engine
 from trainer_plugins.explain.text.remedies.filled import shows_trainer, uses_trainer
+from trainer_plugins.explain.text.remedies.less_states import spell_for
+from trainer_plugins.explain.text.settings import Settings
 from trainer_plugins.explain.text.text_facts import TextFacts
 
 Test = Callable[[TextFacts], object]
@@ -57,7 +59,7 @@ def _loads_twice(facts: TextFacts) -> bool:
     return not is_else and (not facts.oom.is_certain or facts.find_call(place.LOADING) is not None)
 
 
-_OFFLOADS = r"(?i)offload|cpu_adam|CPUAdam"
+_OFFLOADS = r"(?i)offload(?!\w*[\"']?[=: ]{1,3}(?:false|none|null))|cpu_adam"
 _TRIAL = _says(r"[Tt]rial ?#?\d")
 _FSDP = _any_of(_is_called("fsdp"), _says("(?i)fsdp"))
 _UNSLOTH = _any_of(_is_called("(?i)unsloth"), _says("CPU_BUFFERS"))
@@ -65,6 +67,7 @@ _SLURM = _says(off_card.SLURM)
 _CONTAINER = _says(off_card.CONTAINER)
 _HOSTED = _says(off_card.HOSTED)
 _LOAD_BAR = _says(off_card.LOAD_BAR)
+_MERGES = _says(off_card.MERGES)
 _SAVE_LINE = _says(off_card.SAVE_LINE)
 _ON_THE_HOST = _says(off_card.NCCL_ON_THE_HOST)
 _REGISTERS_FOR_IB = _says("ibv_reg_mr")
@@ -96,7 +99,13 @@ _TAKEN_BY_UNKNOWN = _none_of(_has_workers, _IS_LOADING, _says(_OFFLOADS))
 _SDPA = _is_called(r"scaled_dot_product|\bsdpa", innermost=3)
 
 APPLIES: Mapping[Advice, Test] = {
-    advice.SURVIVE: lambda facts: uses_trainer(facts) and not SURVIVAL_REFUSED.search(facts.whole),
+    advice.SURVIVE: lambda facts: (
+        uses_trainer(facts)
+        and not SURVIVAL_REFUSED.search(facts.whole)
+        # One row is not divided, and it turns on what is on.
+        and not (Settings(facts).rows == 1 and is_followed(advice.CHECKPOINTING, facts))
+    ),
+    advice.FEWER_FRAMES: lambda facts: facts.says(SEES_VIDEOS) or FRAMES.search(facts.whole),
     advice.CHECKPOINTING: _none_of(
         _says(r"(?:gradient|activation)_checkpointing[\"']?[ =:]{1,4}[Tt]rue")
     ),
@@ -110,8 +119,7 @@ APPLIES: Mapping[Advice, Test] = {
     ),
     advice.PAD_TO_FEW_LENGTHS: uses_trainer,
     advice.ARGMAX_LOGITS: uses_trainer,
-    advice.LIGER: uses_trainer,
-    advice.NEWER_XPU: _says(ONE_BLOCK),
+    advice.LIGER: lambda facts: uses_trainer(facts) or spell_for(advice.LIGER, facts),
     advice.WSL_MEMORY: _is_windows,
     advice.NO_DORA: _all_of(_DORA, _none_of(_MERGE)),
     advice.NEWER_PEFT: _none_of(_MERGE, _DORA, _is_called(r"baddbmm\(W")),
@@ -154,6 +162,7 @@ APPLIES: Mapping[Advice, Test] = {
     advice.ADAFACTOR: _none_of(_DEEPSPEED),
     advice.FEWER_LIVE_PARAMETERS: _all_of(_DEEPSPEED, _none_of(_GATHERS_ALL)),
     advice.WRAP_LAYERS: _none_of(_DEEPSPEED),
+    advice.PRINT_THE_OOM: _says("auto_find_batch_size|No executable batch size"),
     advice.PRINT_BATCH: lambda facts: not facts.frames and _is_large(facts),
     advice.STREAM_THE_DATA: _says(
         r"(?i)tokeniz(?:ing|ation)|preprocess|prepared dataset|keep_in_memory|大数据集"
@@ -165,6 +174,7 @@ APPLIES: Mapping[Advice, Test] = {
         _LOAD_BAR,
         _HOSTED,
         _SLURM,
+        _MERGES,
     ),
     advice.CHECK_LAUNCH_FILE: _all_of(_says(_OFFLOADS), _none_of(_has_workers)),
     advice.OFFLOAD_TO_DISK: _all_of(_says(_OFFLOADS), _none_of(_has_workers)),
@@ -181,7 +191,10 @@ APPLIES: Mapping[Advice, Test] = {
 }  # advice not listed here applies everywhere
 
 APPLIES_TO_CAUSE: Mapping[tuple[str, Advice], Test] = {
-    ("api-misuse", advice.FEWER_INPUTS): _says(ONE_BLOCK),
+    ("engine-share", advice.SMALLER_MICRO_BATCH): lambda facts: (
+        not facts.frames and not facts.asked_bytes and facts.oom.source == "allocator"
+    ),
+    ("capacity", advice.FOUR_BITS): _all_of(_says("(?i)lora"), _none_of(_MXFP4)),
     ("ddp-gpu0", advice.LOAD_INTO_MAIN_MEMORY): _any_of(
         _is_called(r"torch\.load|serialization\.py"), lambda facts: facts.processes
     ),
@@ -195,7 +208,7 @@ APPLIES_TO_CAUSE: Mapping[tuple[str, Advice], Test] = {
         r"\bforward\b|backward|loss", innermost=4
     ),
     ("host-kill", advice.FEWER_WORKERS): _all_of(
-        _any_of(_has_workers, _TAKEN_BY_UNKNOWN), _none_of(_SAVE_LINE)
+        _any_of(_has_workers, _TAKEN_BY_UNKNOWN), _none_of(_SAVE_LINE, _MERGES)
     ),
     ("host-kill", advice.LOAD_ONCE): _all_of(_loads_twice, _IS_LOADING),
     ("host-kill", advice.MORE_MAIN_MEMORY): _none_of(_HOSTED),

@@ -7,13 +7,10 @@ from typing import NamedTuple
 from trainer_plugins.advice import Advice, Door, smaller_share
 from trainer_plugins.explain.answer import Remedy
 from trainer_plugins.explain.shared import remedy
+from trainer_plugins.explain.text.causes.others import SHARE
 from trainer_plugins.explain.text.text_facts import TextFacts
 from trainer_plugins.units import GIB, size
 
-_SETTING = (
-    r"(?P<name>[\w.-]*(?:gpu[-_]memory[-_]utilization|vllm_gpu_util|mem[-_]fraction[-_]static))"
-    r"(?P<sep>[\"']?(?: ?[=:] ?| ))(?P<share>[01]?\.\d{1,4}|1)\b"
-)
 _WANTED = r"desired GPU memory utilization \((?P<share>[\d.]+),"
 _TOTAL = r"total_gpu_memory=([\d.]+)GiB"
 _KV_CACHE = r"Available KV cache memory: (-[\d.]+) GiB"
@@ -29,8 +26,8 @@ class _Engine(NamedTuple):
 
 _PROGRAMS = (
     _Engine(r"\bverl\b|actor_rollout_ref", Door.VERL, 0.5),
-    _Engine(r"sglang|mem.fraction.static", Door.SGLANG, 0.88),
-    _Engine(r"(?i)\btrl\b|GRPO|colocate|use_vllm", Door.TRL, 0.3),
+    _Engine(r"sglang(?!\s*: *not)|mem.fraction.static", Door.SGLANG, 0.88),
+    _Engine(r"(?i)\btrl\b|GRPO|colocate|use_vllm|vllm_gpu_mem", Door.TRL, 0.3),
     _Engine(r"", Door.VLLM, 0.9),
 )
 
@@ -128,7 +125,7 @@ def _has_no_cache(facts: TextFacts) -> bool:
 
 def _share(facts: TextFacts) -> tuple[float, str]:
     """Return the share in force, and a clause if it is only the program's default."""
-    if found := facts.says(_WANTED) or facts.says(_SETTING):
+    if found := facts.says(_WANTED) or facts.says(SHARE):
         return float(found["share"]), ""
     usual = _program(facts).usual_share
     return usual, f"; {usual:g} is the default"
@@ -140,7 +137,7 @@ def _program(facts: TextFacts) -> _Engine:
 
 def _spell(one: Advice, facts: TextFacts, share: float) -> str:
     """Write the setting as in the text, if it is a flag, an argument or an override there."""
-    found = facts.says(_SETTING)
+    found = facts.says(SHARE)
     if found and (found["name"].startswith("-") or found["sep"].strip() == "="):
         return f"{found['name']}{found['sep']}{share:g}"
     return one.flag(_program(facts).door, share=f"{share:g}")

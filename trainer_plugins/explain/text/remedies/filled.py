@@ -7,17 +7,19 @@ from math import ceil
 
 from trainer_plugins import advice
 from trainer_plugins.advice import Advice, Door
+from trainer_plugins.advice.faults import find_fault
 from trainer_plugins.explain.answer import Remedy
 from trainer_plugins.explain.shared import remedy
-from trainer_plugins.explain.text.causes.arithmetic import FITS_WITHOUT
-from trainer_plugins.explain.text.faults import find_fault
+from trainer_plugins.explain.text.causes.arithmetic import FITS_WITHOUT, FRAMES
 from trainer_plugins.explain.text.remedies import engine
 from trainer_plugins.explain.text.remedies.less_states import spell_for
 from trainer_plugins.explain.text.remedies.plan_command import plan_command
+from trainer_plugins.explain.text.settings import LENGTH, ROWS, STEPS, TOKENS, Settings
 from trainer_plugins.explain.text.text_facts import TextFacts
 from trainer_plugins.units import GIB, size
 
 _ROWS, _STEPS = "per_device_train_batch_size", "gradient_accumulation_steps"
+_ANSWERS = "max_completion_length|max_response_length|max_new_tokens"
 # With transformers 5 their losses are means, and the Trainer takes them for sums over the step.
 # `tests/test_accumulation.py` measures each class with such a name.
 SUMMED = (
@@ -31,12 +33,15 @@ _SUMMED_PRICE = (
 )
 WANTED_CARD = r"(?:device|gpu)[\"']?[:=] ?[\"']?cuda:([1-9])"
 _OF_THE_REST = 0.95  # the rest is the card's context and fragmentation
+_OTHER_LOOPS = (
+    r"\bverl\b|actor_rollout_ref|\bmegatron (?:sft|pt|rlhf)|local_batch_size|\btune run\b"
+)
 _IN_TRAINER = r"transformers[/\\]trainer|\btrl[/\\]|Trainer\.\w|swift[/\\]trainers"
 
 
 def uses_trainer(facts: TextFacts) -> bool:
     """Return whether TrainingArguments flags apply; without any frame, we assume so."""
-    return not facts.frames or shows_trainer(facts)
+    return shows_trainer(facts) or not (facts.frames or facts.says(_OTHER_LOOPS))
 
 
 def shows_trainer(facts: TextFacts) -> bool:
@@ -45,7 +50,8 @@ def shows_trainer(facts: TextFacts) -> bool:
 
 
 def _smaller_micro_batch(one: Advice, facts: TextFacts) -> Remedy | None:
-    rows, steps = facts.rows(_ROWS), facts.rows(_STEPS) or 1
+    settings = Settings(facts)
+    rows, steps = settings.rows, int(settings.value(STEPS, r"\d{1,6}") or facts.rows(_STEPS) or 1)
     if rows == 1 or facts.has_tried_one_row:
         return None
     half, factor = (rows // 2, 2) if rows and rows % 2 == 0 else (1, rows or 2)
@@ -55,7 +61,14 @@ def _smaller_micro_batch(one: Advice, facts: TextFacts) -> Remedy | None:
     if asked and has_rows:
         effect = f"asks for {size(asked // factor)} instead of {size(asked)} there. It {effect}"
     door = Door.TRAINER if rows or uses_trainer(facts) else Door.CODE
-    found = remedy(one, door, effect, by_arithmetic=asked and has_rows, **values)
+    own = settings.respell(ROWS, half) if rows else ""
+    if not rows and (tokens := settings.value(TOKENS, r"\d+")):
+        return remedy(one, settings.respell(TOKENS, int(tokens) // 2), effect)
+    if rows and own and "per_device_train" not in own:
+        more = settings.respell(STEPS, steps * factor)
+        found = remedy(one, ", ".join(filter(None, (own, more))), effect, by_arithmetic=asked)
+    else:
+        found = remedy(one, door, effect, by_arithmetic=asked and has_rows, **values)
     model = facts.says(SUMMED) if uses_trainer(facts) else None
     return replace(found, price=_SUMMED_PRICE.format(model=model[0])) if model else found
 
@@ -95,18 +108,24 @@ def _add_shortage(one: Advice, facts: TextFacts) -> Remedy:
 
 
 def _add_request(one: Advice, facts: TextFacts) -> Remedy:
+    if spelled := spell_for(one, facts):
+        return remedy(one, spelled)
     asked = f"{one.effect} ({size(facts.asked_bytes)} at that place)" if facts.asked_bytes else ""
     return remedy(one, effect=asked, by_arithmetic=facts.asked_bytes)
 
 
 def _shorter_rows(one: Advice, facts: TextFacts) -> Remedy:
+    settings = Settings(facts)
     if spelled := spell_for(one, facts):
         return remedy(one, spelled)
     effect, asked = one.effect, facts.asked_bytes
     is_table = facts.find_call(r"attn|attention|softmax|matmul|bmm", innermost=3) is not None
     if asked and is_table:
         effect = f"asks for {size(asked / 4)}, not {size(asked)}, at half the length, and {effect}"
-    door = Door.TRL if uses_trainer(facts) else Door.CODE
+    names = next((each for each in (_ANSWERS, LENGTH) if settings.value(each, r"\d+")), "")
+    door: str | Door = Door.TRL if uses_trainer(facts) else Door.CODE
+    if names:
+        door = settings.respell(names, int(settings.value(names, r"\d+")) // 2)
     return remedy(one, door, effect, by_arithmetic=asked and is_table)
 
 
@@ -116,6 +135,13 @@ def _expandable_segments(one: Advice, facts: TextFacts) -> Remedy:
     pieces, needed = size(facts.unused_bytes), size(facts.asked_bytes)
     effect = f"joins up to {pieces} of small pieces; {needed} are needed"
     return remedy(one, Door.ENVIRONMENT, effect, by_arithmetic=True)
+
+
+def _fewer_frames(one: Advice, facts: TextFacts) -> Remedy:
+    if found := FRAMES.search(facts.whole):
+        fewer = f"{found['is_set']}{max(8, int(found['frames']) // 4)}"
+        return remedy(one, fewer)
+    return _spell(one, facts)
 
 
 def _list_processes(one: Advice, facts: TextFacts) -> Remedy:
@@ -192,10 +218,14 @@ def _spell(one: Advice, facts: TextFacts) -> Remedy:
 
 def _back_to_what_fitted(one: Advice, facts: TextFacts) -> Remedy:
     if fault := find_fault(facts.whole):
-        return remedy(one, fault[0].cure)
+        return remedy(one, fault[0].cure, "leaves the fault out")
     said = FITS_WITHOUT.search(facts.text)
-    named = re.search(r"\b[a-z]+_\w+", said[0]) if said else None
-    return remedy(one, f"leave {named[0]} out" if named else Door.SHELL)
+    if said and (named := re.search(r"\b[a-z]+_\w+", said[0])):
+        return remedy(one, f"leave {named[0]} out")
+    fitted = facts.says(
+        r"(?:work|ran|runs?|fine|fits?)\w* [^.\n]{0,20}?([a-z]\w+)[ =v]{1,3}(\d[\d.]*\d)"
+    )
+    return remedy(one, f"pip install '{fitted[1]}=={fitted[2]}'" if fitted else Door.SHELL)
 
 
 FILLED: Mapping[Advice, Callable[[Advice, TextFacts], Remedy | None]] = {
@@ -218,6 +248,7 @@ FILLED: Mapping[Advice, Callable[[Advice, TextFacts], Remedy | None]] = {
     advice.PRINT_SHAPES: _print_shapes,
     advice.LOOK_AT: _look_at,
     advice.BACK_TO_WHAT_FITTED: _back_to_what_fitted,
+    advice.FEWER_FRAMES: _fewer_frames,
     advice.FEWER_PATCHES: _spell,
     advice.MERGE_IN_MAIN_MEMORY: _spell,
     advice.STREAM_THE_DATA: _spell,

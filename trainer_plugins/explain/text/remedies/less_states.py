@@ -1,6 +1,6 @@
 """Remedies whose arithmetic fits: what shrinks weights, gradients and optimizer states enough."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from trainer_plugins import advice
 from trainer_plugins.advice import Advice
@@ -11,15 +11,18 @@ from trainer_plugins.explain.text.text_facts import TextFacts
 from trainer_plugins.units import size
 
 _ROOM = 0.85  # of a card: activations and the context take the rest
+# The others depend on a place in the traceback, which such a text has not.
+_CONDITIONAL = (advice.FOUR_BITS,)
 _NUM_BYTES_OFFLOADED = 4  # of a parameter on the card: its weight and its gradient
 
 # How files and commands of others spell it.
 _FRAMEWORKS = {
     "llama-factory": r"(?im)llama-?factory|^finetuning_type:",
-    "swift": r"(?i)\bms-?swift\b|\bswift (?:sft|rlhf|pt|export|infer)\b",
-    "axolotl": r"(?i)\baxolotl\b",
+    "swift": r"(?i)\bms-?swift\b|\bswift (?:sft|rlhf|pt|export|infer)\b|\bswift/cli/",
+    "axolotl": r"(?im)\baxolotl\b|^(?:dataset_processes|sample_packing|sequence_len):",
+    "verl": r"\bverl\b|actor_rollout_ref",
 }
-_SPELLED: Mapping[tuple[Advice, str], str] = {
+SPELLED: Mapping[tuple[Advice, str], str] = {
     (advice.SHARD_THE_RUN, "llama-factory"): "deepspeed: examples/deepspeed/ds_z3_config.json",
     (advice.SHARD_THE_RUN, "swift"): "--deepspeed zero3",
     (advice.SHARD_THE_RUN, "axolotl"): "deepspeed: deepspeed_configs/zero3_bf16.json",
@@ -42,6 +45,13 @@ _SPELLED: Mapping[tuple[Advice, str], str] = {
     (advice.STREAM_THE_DATA, "llama-factory"): "streaming: true",
     (advice.STREAM_THE_DATA, "swift"): "--streaming true",
     (advice.STREAM_THE_DATA, "axolotl"): "dataset_keep_in_memory: false",
+    (advice.LIGER, "llama-factory"): "enable_liger_kernel: true",
+    (advice.LIGER, "axolotl"): "liger_fused_linear_cross_entropy: true",
+    (advice.LIGER, "verl"): "actor_rollout_ref.model.use_fused_kernels=True",
+    (advice.CHECKPOINTING, "axolotl"): "gradient_checkpointing: true",
+    (advice.CHECKPOINTING, "verl"): "actor_rollout_ref.model.enable_gradient_checkpointing=True",
+    (advice.FEWER_FRAMES, "llama-factory"): "video_maxlen: 16",
+    (advice.FEWER_FRAMES, "swift"): "export FPS_MAX_FRAMES=16   # MiniCPM-V: MAX_NUM_FRAMES=16",
     (advice.FEWER_PATCHES, "llama-factory"): "image_max_pixels: 401408",
     (advice.FEWER_PATCHES, "swift"): "export MAX_PIXELS=401408",
 }
@@ -50,10 +60,12 @@ _SPELLED: Mapping[tuple[Advice, str], str] = {
 def spell_for(one: Advice, facts: TextFacts) -> str | None:
     """Spell an advice for the framework that the text names; None if it is not known there."""
     named = next((name for name, seen in _FRAMEWORKS.items() if facts.says(seen)), "")
-    return _SPELLED.get((one, named))
+    return SPELLED.get((one, named))
 
 
-def shrink_states(states: States, facts: TextFacts) -> Iterator[Remedy]:
+def shrink_states(
+    states: States, facts: TextFacts, applies: Callable[[Advice], bool]
+) -> Iterator[Remedy]:
     """Yield what makes the states fit, the cheapest to do first."""
     if not states.billions:
         without = (advice.SHARD_THE_RUN,) * states.could_be_sharded + (advice.ADAPTER,)
@@ -62,7 +74,7 @@ def shrink_states(states: States, facts: TextFacts) -> Iterator[Remedy]:
     now = states.count_bytes()
     fits = _ROOM * (states.card_bytes or 0)
     for one, num_bytes in _count_with(states):
-        if num_bytes >= min(now, fits):
+        if num_bytes >= min(now, fits) or (one in _CONDITIONAL and not applies(one)):
             continue
         effect = f"{size(num_bytes)} instead of {size(now)} a card: {one.effect}"
         yield remedy(one, spell_for(one, facts), effect, by_arithmetic=True)
