@@ -54,7 +54,8 @@ def test_what_older_readers_know_is_still_there(file: Path) -> None:
 def filters() -> list[tuple[str, str]]:
     """The lines of docs/json.md that pipe an answer into jq."""
     page = Path(__file__).parents[1] / "docs" / "json.md"
-    found = re.findall(r"^trainer-plugins (\w+) .*--json.* \| (jq .*)$", page.read_text(), re.M)
+    text = page.read_text().replace("\\\n    ", "")
+    found = re.findall(r"^trainer-plugins (\w+) .*--json.* \| (jq .*)$", text, re.M)
     assert len(found) > 8
     return found
 

@@ -28,8 +28,8 @@ You find here every remedy that a message of this package suggests: how you type
 its price in italics. [`explain`](explain.md) and [`plan`](plan.md) tell you which one your run needs
 first. "Other result" means that your run computes something else than before; with all others your
 result stays the same, except for rounding. Replace the words in capitals. In Python,
-`--optim adafactor` is `optim="adafactor"`. transformers 5.23 renamed `gradient_checkpointing` to
-`activation_checkpointing` and will drop the old name in version 6: messages use the name that your
+`--optim adafactor` is `optim="adafactor"`. transformers 5.23
+[renamed](versions.md#what-is-supported) `gradient_checkpointing`: messages use the name that your
 version wants.
 """
 

@@ -15,6 +15,8 @@ logger = logging.getLogger(__name__)
 class CudaCacheCallback(RunCallback):
     """Frees cached GPU memory every `interval` steps, on all ranks at once, when it pays off.
 
+    >>> callback = CudaCacheCallback(interval=50)  # Trainer(..., callbacks=[callback])
+
     It acts when any rank has at least `min_reclaimable_fraction` of its GPU cached. Healthy runs
     often do: this is a schedule, not a sign that other code needs the memory. It helps other users
     of the GPU (NCCL, cuBLAS, a second process of yours) and undoes fragmentation. It does not

@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 class EvaluationGuard(RunCallback):
     """Forecasts an evaluation's peak memory at its first batch, and can reduce it.
 
+    >>> callback = EvaluationGuard(logits_to="cpu")  # Trainer(..., callbacks=[callback])
+
     With a `compute_metrics`, and in every `predict`, the Trainer keeps the outputs of all batches
     on the GPU, and needs them twice while it concatenates them. From the first batch the guard
     forecasts the total. It reports a finding if that is more than half of the free memory. With

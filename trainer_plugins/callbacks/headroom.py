@@ -15,6 +15,8 @@ logger = logging.getLogger(__name__)
 class Headroom(RunCallback):
     """Keeps torch's allocator from taking the whole GPU while a Trainer trains.
 
+    >>> callback = Headroom(leave_fraction=0.1)  # Trainer(..., callbacks=[callback])
+
     NCCL, cuBLAS and CUDA contexts allocate outside torch, and fail if torch's cache fills the GPU.
     With this guard the allocator frees its cache earlier: at the limit, not only when the GPU is
     full. The previous limit is restored when `train()` returns or raises.

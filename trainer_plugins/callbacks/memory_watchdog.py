@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 class MemoryWatchdog(EvaluationCallback):
     """Reads memory every `every_steps` steps and after each evaluation, prediction and save.
 
+    >>> callback = MemoryWatchdog(every_steps=10, stop=True)  # Trainer(..., callbacks=[callback])
+
     Each of these moments has its own peak, and so has `generate` inside training. Readings and
     findings go to `<output_dir>/_trainer_plugins/memory/rank-<rank>.jsonl`, one line per write, so
     they survive a kill. A finding (pressure, foreign memory, fragmentation, leak, host memory: see

@@ -51,6 +51,8 @@ logger = logging.getLogger(__name__)
 class OOMReporter(RunCallback):
     """Records why `train()`, `evaluate()` or `predict()` ran out of memory.
 
+    >>> callback = OOMReporter(snapshot=True)  # Trainer(..., callbacks=[callback])
+
     The record is `<output_dir>/_trainer_plugins/oom-rank<R>.json`, one per failed rank. It never
     replaces an older one. It holds the error's words and numbers, the frames, step and moment, the
     live tensors and their holders, the batch's shapes, the last readings, the other ranks and the

@@ -24,6 +24,8 @@ class PreflightError(RuntimeError):
 class Preflight(RunCallback):
     """Checks a run, when training begins, for problems that usually end it hours later.
 
+    >>> callback = Preflight(refuse_on="error")  # Trainer(..., callbacks=[callback])
+
     It looks at the GPU and its other users, main memory, the model, the data, the arguments and the
     environment; docs/check.md lists the checks. Findings go into the timeline of each rank. The
     first rank logs all of them, the others only errors.

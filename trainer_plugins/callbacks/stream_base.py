@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 class StreamBase(RunCallback):
     """Streams the frozen base of a LoRA or QLoRA run, as `stream_base` does.
 
+    >>> callback = StreamBase(when="needed")  # Trainer(..., callbacks=[callback])
+
     Pass it to a Trainer in `callbacks=[...]`: it then acts before the Trainer moves its model to
     the GPU, so the base need not fit there. Load the model to main memory (`device_map="cpu"` for a
     quantised one). After training the base is still streamed, for evaluating, saving and merging;

@@ -117,7 +117,8 @@ _wrappers: dict[str, Callable[..., object]] = {}
 def attach(preset: str = DEFAULT_PRESET, **options: Option) -> None:
     """Add the callbacks of a preset to every Trainer built from now on, as `protect` does.
 
-        attach("survive", warn_fraction=0.8)
+    >>> attach("survive", warn_fraction=0.8)  # before you build the Trainer
+    >>> detach()  # later Trainers get nothing
 
     Each Trainer gets fresh callbacks. If you pass a callback of the same class yourself, yours is
     kept instead of ours. Attaching again replaces the preset and the options; existing Trainers
@@ -155,6 +156,9 @@ def detach() -> None:
 @contextmanager
 def attached(preset: str = DEFAULT_PRESET, **options: Option) -> Iterator[None]:
     """Call `attach` for the length of a `with` block, then restore the previous attachment.
+
+        with attached("survive"):
+            main()  # a library that builds its own Trainer
 
     Raises:
         ValueError: as for `attach`.

@@ -58,7 +58,13 @@ def _option(default: Option, help_text: str) -> Any:
 
 @dataclass
 class MemoryArguments:
-    """The options, for HfArgumentParser((TrainingArguments, MemoryArguments)) or TrlParser.
+    """Adds the options to HfArgumentParser((TrainingArguments, MemoryArguments)) or TrlParser.
+
+    >>> from transformers import HfArgumentParser
+    >>> flags = ["--memory_preset", "survive", "--memory_every_steps", "10"]
+    >>> (memory_args,) = HfArgumentParser(MemoryArguments).parse_args_into_dataclasses(flags)
+    >>> memory_args.memory_preset, memory_args.memory_every_steps
+    ('survive', 10)
 
     It is not frozen, so that your own dataclass of arguments can inherit from it.
 

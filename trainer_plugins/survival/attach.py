@@ -160,6 +160,8 @@ def check_options(
 class SurviveOOM(RunCallback):
     """Attaches `survive_oom` when training begins, unless you have called it already.
 
+    >>> callback = SurviveOOM(on_refusal="error")  # Trainer(..., callbacks=[callback])
+
     It costs as much as `survive_oom`: microseconds per micro-batch if everything fits.
 
     Args:

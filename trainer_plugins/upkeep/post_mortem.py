@@ -65,8 +65,8 @@ def report_oom(output_dir: str | os.PathLike[str]) -> Iterator[None]:
     The file is `<output_dir>/_trainer_plugins/oom-rank<R>.json`, with a number in its name if that
     exists already. The original exception propagates. Without an error it costs nothing.
 
-        with report_oom("out"):
-            train()
+    >>> with report_oom("out"):
+    ...     loss = sum(x * x for x in range(3))  # your training loop
 
     Args:
         output_dir: the folder for the file, which `trainer-plugins explain` reads.
