@@ -9,7 +9,7 @@ from trainer_plugins.explain.shared import SUMMARIES, Said, cause, say
 from trainer_plugins.explain.text.states import read_states
 from trainer_plugins.explain.text.text_facts import Rule, TextFacts
 from trainer_plugins.oom.rules import KILLED_FROM_OUTSIDE
-from trainer_plugins.units import GIB
+from trainer_plugins.units import GIB, KIB
 
 _SMALL_BYTES = 4 * GIB
 _PINS = r"pin_memory|\bpin\b|cudaHostRegister|offload|\.cpu\(|to\(['\"]cpu|swap_tensor|cpu_memory"
@@ -24,6 +24,11 @@ SLURM = r"(?i)slurm|\bsrun\b|\bsbatch\b"
 CONTAINER = r"(?i)docker|kubectl|kubelet|\bpod\b"
 # Cloud notebooks, whose users have no sudo on the host.
 HOSTED = r"(?i)\bcolab\b|/content/|kaggle|/usr/local/lib/python3\.\d+/dist-packages/google"
+# What the kernel's killer prints (mm/oom_kill.c): its verdict, and a line for each process, whose
+# fifth number counts resident pages of 4 KiB.
+KILLED = re.compile(r"Killed process (\d+) \(([^)\n]+)\).*?anon-rss:(\d+)kB")
+_TASK = re.compile(r"\[ *\d+\](?: +\d+){3} +(\d+)(?: +-?\d+){3,7} +(\S+)$", re.MULTILINE)
+_PAGE_BYTES = 4 * KIB
 # NCCL's files that register main memory, and a system that often refuses that.
 NCCL_ON_THE_HOST = (
     r"transport/shm\.cc|ncclShm\w*|cuMemHost\w*|ibv_reg_mr\w*|shmutils\.cc"
@@ -102,6 +107,7 @@ def host_end(facts: TextFacts) -> Cause | None:
     return cause(
         "host-limit" if is_limited else "host-kill",
         facts.words,
+        _read_kill(facts),
         _host_use(facts),
         _host_states(facts),
         summary=summary,
@@ -178,6 +184,24 @@ def judge_pinned(facts: TextFacts) -> Cause | None:
         doubt="The driver's message does not say which memory was full: if `nvidia-smi` shows room"
         " on the card while it fails, it is main memory; WSL pins at most half of it",
         is_sure=is_certain,
+    )
+
+
+def _read_kill(facts: TextFacts) -> str | Said:
+    """State what the killed process held, and the processes of the kernel's table together."""
+    if (killed := KILLED.search(facts.text)) is None:
+        return ""
+    pid, name, resident = killed.groups()
+    tasks = [(int(pages) * _PAGE_BYTES, task) for pages, task in _TASK.findall(facts.text)]
+    alike = [held for held, task in tasks if task == name]
+    together = "; {num_alike} processes of this name held {alike_bytes}" if alike[1:] else ""
+    return say(
+        f"The kernel killed {{name}} (pid {{pid}}), which held {{killed_bytes}}{together}.",
+        name=name,
+        pid=pid,
+        killed_bytes=int(resident) * KIB,
+        num_alike=len(alike),
+        alike_bytes=sum(alike),
     )
 
 

@@ -9,10 +9,12 @@ from trainer_plugins.explain.shared import Said, are_alike, cause, quote, say
 from trainer_plugins.explain.text.causes.numbers import is_held_by_others, is_held_outside_torch
 from trainer_plugins.explain.text.followed import is_followed
 from trainer_plugins.explain.text.settings import Settings
-from trainer_plugins.explain.text.text_facts import TextFacts
+from trainer_plugins.explain.text.text_facts import SmiProcess, TextFacts
 from trainer_plugins.units import size
 
 _SURE_FRACTION = 0.8
+_WORTH_FRACTION = 0.05  # of a card: less is a desktop's
+_OF_PYTHON = r"(?i)python|ray::|vllm|torchrun|accelerate|deepspeed"
 _FULL_FRACTION = 0.75
 _UNEVEN = 1.3
 _TRIAL = r"[Tt]rial ?#?[1-9]\d*(?: failed| as TrialState\.FAIL)"
@@ -199,7 +201,7 @@ def judge_refused_load(facts: TextFacts) -> Cause | None:
 def foreign(facts: TextFacts) -> Cause | None:
     """Other processes hold the card."""
     if facts.others_bytes is None or not facts.total_bytes:
-        return _judge_table(facts) or _judge_first_touch(facts)
+        return _judge_listed(facts) or _judge_table(facts) or _judge_first_touch(facts)
     room_without_them = (facts.free_bytes or 0) + facts.others_bytes + (facts.unused_bytes or 0)
     if not is_held_by_others(facts) or (facts.asked_bytes or 0) > room_without_them:
         return None
@@ -241,6 +243,40 @@ def _names(facts: TextFacts) -> str:
     found = [f"process {pid} has {size(held)}" for pid, held in facts.neighbours]
     found += [f"{one.name} (pid {one.pid}) has {size(one.num_bytes)}" for one in facts.processes]
     return f"According to the text, {', '.join(found[:6])}." if found else ""
+
+
+def list_strangers(facts: TextFacts) -> list[SmiProcess]:
+    """List the processes of nvidia-smi's table, on the card that failed, that are not this run."""
+    here = [one for one in facts.processes if one.card == (facts.oom.device or 0)]
+    may_be_ours = [one for one in here if re.search(_OF_PYTHON, one.name)]
+    if facts.has_ranks or not may_be_ours:
+        return [one for one in here if one not in may_be_ours]
+    ours = max(may_be_ours, key=lambda one: one.num_bytes)
+    return [one for one in here if one is not ours]
+
+
+def _judge_listed(facts: TextFacts) -> Cause | None:
+    """nvidia-smi lists other programs on the card."""
+    strangers, device = list_strangers(facts), facts.oom.device or 0
+    total = facts.total_bytes or sum(one.total_bytes for one in facts.cards[device : device + 1])
+    held = sum(one.num_bytes for one in strangers)
+    if not total or held < _WORTH_FRACTION * total or held < (facts.asked_bytes or 0):
+        return None
+    everyone = [one for one in facts.processes if one.card == device]
+    return cause(
+        "foreign",
+        say(
+            "nvidia-smi lists {num_processes} processes on card {card} with {listed_bytes}"
+            " together, {others_bytes} of them not of this run.",
+            num_processes=len(everyone),
+            card=str(device),
+            listed_bytes=sum(one.num_bytes for one in everyone),
+            others_bytes=held,
+        ),
+        _names(facts),
+        doubt="The text does not show which of them is this run: we took the largest process of"
+        " Python for it. Print the table again after the run ends",
+    )
 
 
 def _judge_table(facts: TextFacts) -> Cause | None:

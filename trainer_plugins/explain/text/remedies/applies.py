@@ -175,6 +175,7 @@ APPLIES: Mapping[Advice, Test] = {
         _HOSTED,
         _SLURM,
         _MERGES,
+        _says(off_card.KILLED.pattern),
     ),
     advice.CHECK_LAUNCH_FILE: _all_of(_says(_OFFLOADS), _none_of(_has_workers)),
     advice.OFFLOAD_TO_DISK: _all_of(_says(_OFFLOADS), _none_of(_has_workers)),

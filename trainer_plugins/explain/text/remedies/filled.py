@@ -11,6 +11,7 @@ from trainer_plugins.advice.faults import find_fault
 from trainer_plugins.explain.answer import Remedy
 from trainer_plugins.explain.shared import remedy
 from trainer_plugins.explain.text.causes.arithmetic import FITS_WITHOUT, FRAMES
+from trainer_plugins.explain.text.causes.others import list_strangers
 from trainer_plugins.explain.text.remedies import engine
 from trainer_plugins.explain.text.remedies.less_states import spell_for
 from trainer_plugins.explain.text.remedies.plan_command import plan_command
@@ -145,7 +146,8 @@ def _fewer_frames(one: Advice, facts: TextFacts) -> Remedy:
 
 
 def _list_processes(one: Advice, facts: TextFacts) -> Remedy:
-    pids = ", ".join(str(pid) for pid, _ in facts.neighbours) or "the text names none"
+    found = [pid for pid, _ in facts.neighbours] or [one.pid for one in list_strangers(facts)]
+    pids = ", ".join(map(str, found)) or "the text names none"
     then = "if they are not ranks of this run, take another card"
     return remedy(one, Door.SHELL, f"{one.effect} ({pids}): {then}")
 
