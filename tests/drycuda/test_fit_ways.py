@@ -84,6 +84,7 @@ def first_that_fits(
 def test_time_limits_the_second_proposal_and_not_the_first(monkeypatch) -> None:
     """The run as it is took no time, so there is none left when the first way is tried."""
     given: dict[str, Any] = {"per_device_train_batch_size": 8, checkpointing.NAME: False}
+    monkeypatch.setattr(dry_search, "_MOST_OF_THE_PLANS_TIME", 0.0)
     several, tried = variations(monkeypatch, False, {checkpointing.NAME: True}, **given)
     (only,) = several.proposals().proposals
     assert "checkpointing" in only.changes

@@ -8,7 +8,7 @@ from trainer_plugins.planner.plan import MemoryPlan
 
 TRIED: Mapping[str, tuple[str, ...]] = {
     "torch": ("2.9", "2.13"),
-    "transformers": ("4.57", "5.23"),
+    "transformers": ("4.57", "5.23", "5.24"),
     "peft": ("0.17", "0.21"),
 }  # minor versions that pass the tests; docs/plan.md names them, CI installs them
 
@@ -65,11 +65,11 @@ def describe_error(is_quantised: bool = False) -> str:
 def name_untried(versions: Mapping[str, str]) -> list[str]:
     """Name the packages whose version the planner was not tested with, one per line.
 
-    >>> name_untried({"torch": "2.13.0+cpu", "transformers": "5.24.1"})
-    ['the planner was not tested with transformers 5.24.1, only with 4.57 and 5.23']
+    >>> name_untried({"torch": "2.13.0+cpu", "transformers": "5.25.1"})
+    ['the planner was not tested with transformers 5.25.1, only with 4.57, 5.23, 5.24']
     """
     return [
-        f"the planner was not tested with {name} {versions[name]}, only with {' and '.join(tried)}"
+        f"the planner was not tested with {name} {versions[name]}, only with {', '.join(tried)}"
         for name, tried in TRIED.items()
         if name in versions and _minor(versions[name]) not in tried
     ]
