@@ -1,11 +1,12 @@
-"""Read a log as it is kept: in any encoding, of any size, a notebook, or inside JSON."""
+"""Read a log as it is kept: in any encoding, of any size, packed, a notebook, in JSON or HTML."""
 
 import codecs
+import html
 import json
 import re
+import zlib
 from collections import deque
 from collections.abc import Iterator
-from functools import partial
 from itertools import islice
 from typing import BinaryIO
 
@@ -15,9 +16,18 @@ _BLOCK_BYTES = 1 << 20
 _HEAD_BLOCKS, _END_BLOCKS = 4, 12  # of a large log, whose middle is not searched
 _NOTEBOOK_BLOCKS = 64  # of a notebook, which is read at once: images make it large
 _MOST_UNKNOWN = 0.3  # the largest part of a text's characters that may be invalid, in any encoding
+_MOST_BYTES = 1 << 29  # gzip data may unpack to any size
 SKIPPED = "\n\0\n"  # stands for what was not read
 _NOTEBOOK = re.compile(rb'^\s*\{.*?"cell_type"\s*:\s*"', re.DOTALL)  # of Jupyter, Colab, Kaggle
 _OUTPUTS = re.compile(r'"outputs"\s*:\s*(?=\[)')
+_HTML = re.compile(
+    r"&(?:quot|lt|gt|amp|#\d{1,4}|#x[\da-fA-F]{1,4});|</(?:pre|span|code|p|div)>|<br ?/?>"
+)
+_BREAK = re.compile(r"<br ?/?>|</(?:p|div|tr|li)>")
+_TAG = re.compile(
+    r"</?(?:pre|span|code|p|div|a|b|i|td|tr|table|body|html|li|ul|font|strong)"
+    r"(?: [^<>\n]{0,300})?/?>"
+)
 # A traceback as one string of JSON.
 _ESCAPED, _END = '\\n  File \\"', re.compile(r"(?<!\\)\\n")
 
@@ -27,18 +37,13 @@ def read_log(stream: BinaryIO) -> tuple[str, str]:
 
     Raise ValueError if it is empty or not text.
     """
-    blocks = iter(partial(stream.read, _BLOCK_BYTES), b"")
+    blocks = _read_blocks(stream)
     first = next(blocks, b"")
     if not first.strip():
         raise ValueError("it is empty")
     wide = first.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     if not wide and b"\0" in first[: 1 << 16]:
-        packed = first.startswith(b"\x1f\x8b")
-        raise ValueError(
-            "it is packed: try zcat FILE | trainer-plugins explain -"
-            if packed
-            else "it is not text"
-        )
+        raise ValueError("it is not text")
     if _NOTEBOOK.match(first):
         whole = first + b"".join(islice(blocks, _NOTEBOOK_BLOCKS))
         printed = _read_notebook(whole.decode("utf-8", "replace"))
@@ -50,6 +55,8 @@ def read_log(stream: BinaryIO) -> tuple[str, str]:
     for block in blocks:
         end.append(block)
         num_bytes += len(block)
+        if num_bytes > _MOST_BYTES:
+            break
     tail = b"".join(end)
     encoding = "utf-16" if wide else "utf-8"
     skipped = num_bytes - len(head) - len(tail)
@@ -61,12 +68,25 @@ def read_log(stream: BinaryIO) -> tuple[str, str]:
         raise ValueError("it is not text")
     if _ESCAPED in text:
         text = _END.sub("\n", text).replace('\\"', '"')
+    if _HTML.search(text):
+        text = html.unescape(_TAG.sub("", _BREAK.sub("\n", text)))
     if not skipped:
         return text, ""
-    return (
-        text,
-        f"{size(skipped)} between its first {size(len(head))} and its last {size(len(tail))}",
-    )
+    left_out = f"{size(skipped)} between its first {size(len(head))} and its last {size(len(tail))}"
+    is_bomb = num_bytes > _MOST_BYTES
+    return text, left_out + f" (it is more than {size(_MOST_BYTES)})" * is_bomb
+
+
+def _read_blocks(stream: BinaryIO) -> Iterator[bytes]:
+    """Read block by block; unpack gzip data, even if their end is missing."""
+    block = stream.read(_BLOCK_BYTES)
+    packed = zlib.decompressobj(wbits=31) if block.startswith(b"\x1f\x8b") else None
+    while block:
+        try:
+            yield packed.decompress(block, _BLOCK_BYTES) if packed else block
+        except zlib.error as error:
+            raise ValueError(f"its gzip data is damaged: {error}") from error
+        block = (packed and packed.unconsumed_tail) or stream.read(_BLOCK_BYTES)
 
 
 def _read_notebook(notebook: str) -> str | None:

@@ -73,6 +73,7 @@ class TextFacts:
     processes: tuple[SmiProcess, ...]
     cards: tuple[SmiCard, ...]
     progress: str  # how far the run had come, as a clause; empty at its start, or if unknown
+    num_skipped: int  # lines that report a skipped batch
     is_later_attempt: bool  # whether the text shows an earlier failed attempt
 
     @property
@@ -288,6 +289,7 @@ def gather(excerpt: Excerpt, oom: OutOfMemory) -> TextFacts:
         ),
         cards=tuple(SmiCard(int(one[1]) * MIB, int(one[2]) * MIB) for one in cards),
         progress=read_progress(texts[since : at + 1]),
+        num_skipped=sum(bool(re.search(r"(?i)skipping (?:this )?batch", text)) for text in texts),
         is_later_attempt=since > 0,
     )
 

@@ -22,6 +22,8 @@ RULES: tuple[Rule, ...] = (
     others.data_parallel,
     others.engine_share,
     numbers.judge_spill,
+    others.judge_catch,
+    others.gave_up,
     others.judge_refused_load,
     # Not the card's memory.
     *off_card.RULES,

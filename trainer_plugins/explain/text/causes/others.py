@@ -186,6 +186,19 @@ def _is_crowded(facts: TextFacts) -> bool:
     return held or (facts.live_bytes or 0) > (facts.total_bytes or facts.live_bytes or 0)
 
 
+def gave_up(facts: TextFacts) -> Cause | None:
+    """A search for a batch size that fits caught each OOM, and found none."""
+    if not facts.has_tried_one_row or facts.progress:
+        return None
+    return cause(
+        "capacity",
+        facts.words,
+        summary="not even one row fits: auto_find_batch_size has tried every size down to one",
+        doubt="The text shows neither the OOM that was caught nor what earlier attempts left: the"
+        f" run prints it with {advice.PRINT_THE_OOM.flag(Door.TRAINER)}",
+    )
+
+
 def judge_refused_load(facts: TextFacts) -> Cause | None:
     """A quantised model does not fit whole, and bitsandbytes leaves no part in main memory."""
     if "dispatched on the CPU or the disk" not in facts.oom.text:
@@ -334,4 +347,17 @@ def leftover(facts: TextFacts) -> Cause | None:
         grade="possible",
         doubt="The text does not show whether a cell or a trial ran before: restart the kernel, and"
         " see whether the first run fails too",
+    )
+
+
+def judge_catch(facts: TextFacts) -> Cause | None:
+    """The script catches the OOM, and the caught error keeps the tensors alive."""
+    if facts.num_skipped < 2:
+        return None
+    return cause(
+        "leak",
+        say("{num_skipped} lines report a skipped batch.", num_skipped=facts.num_skipped),
+        summary="the script catches the OOM and keeps its tensors",
+        doubt="The text does not show whether each failure has its own cause: print"
+        " torch.cuda.memory_allocated() after each skipped batch; it should fall back",
     )
