@@ -89,7 +89,7 @@ def _smaller_micro_batch(one: Advice, cause: str, case: Case) -> Remedy | None:
     if rows <= 1:
         return None
     smaller, needed = _rows_that_fit(case, rows, case.fixed_bytes + case.to_come_bytes)
-    effect = f"needs {_describe_need(case, needed)}, at the same effective batch size"
+    effect = f"{_describe_need(case, needed)}, at the same effective batch size"
     values = {"rows": smaller, "steps": steps * rows // smaller}
     found = remedy(one, Door.TRAINER, effect, by_arithmetic=needed, **values)
     if (judged := case.record.run.accumulation) is not None and judged.effect is not Effect.SAME:
@@ -129,7 +129,7 @@ def _survive(one: Advice, cause: str, case: Case) -> Remedy | None:
     if not needed:
         return found
     piece = f"A piece of {smaller} row{'s' if smaller > 1 else ''}"
-    effect = f"{found.effect}. {piece} needs {_describe_need(case, needed)}"
+    effect = f"{found.effect}. {piece} {_describe_need(case, needed)}"
     found = replace(found, grade="arithmetic", effect=effect)
     return _add_peak(found, case, needed)
 
@@ -179,7 +179,7 @@ def _smaller_eval_batch(one: Advice, cause: str, case: Case) -> Remedy | None:
     else:
         smaller, needed = _rows_that_fit(case, rows, case.fixed_bytes)
         effect = "the metrics stay the same"
-    effect = f"needs {_describe_need(case, needed)}; {effect}"
+    effect = f"{_describe_need(case, needed)}; {effect}"
     found = remedy(one, Door.TRAINER, effect, by_arithmetic=needed, rows=smaller)
     return _add_peak(found, case, needed) if needed else found
 
