@@ -214,7 +214,7 @@ def _holder(thing: object, ours: object, until_users: bool = False) -> str:
 
 
 def _owner(thing: object, seen: set[int]) -> tuple[object | None, str]:
-    """Return an object's holder and the name it uses; a tuple or a frame if nothing else has it."""
+    """Return an object's holder and the name it uses; a frame only if nothing else holds it."""
     frame = arguments = None
     for referrer in gc.get_referrers(thing):
         if id(referrer) in seen:
@@ -244,8 +244,8 @@ def _owner(thing: object, seen: set[int]) -> tuple[object | None, str]:
                     )
         elif isinstance(referrer, list | tuple | deque):
             index = _key(enumerate(referrer), thing)
-            if index is not None and isinstance(referrer, tuple):
-                arguments = (referrer, f"[{index}]")  # perhaps those of a running call
+            if index is not None and isinstance(thing, nn.Module) and isinstance(referrer, tuple):
+                arguments = (referrer, f"[{index}]")  # perhaps those of its running forward
             elif index is not None:
                 return referrer, f"[{index}]"
         elif (key := _key(getattr(referrer, "__dict__", {}).items(), thing)) is not None:
