@@ -1,6 +1,7 @@
 """A timeline that grows long is thinned: no peak is lost, nothing else is harmed, and the file stays small."""
 
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -99,7 +100,8 @@ def long_run() -> list[Entry]:
 def text(entries: list[Entry]) -> str:
     console = Console(file=StringIO(), width=400, record=True)
     console.print(memory_report({0: entries}))
-    return console.export_text()
+    # The slowest step is one of those whose reading stayed.
+    return re.sub(r", in step \d+", "", console.export_text())
 
 
 @pytest.fixture(scope="module")

@@ -176,7 +176,7 @@ def test_rank_0_alone_needs_what_it_needs_beside_others(folder: Path) -> None:
         ),
         (
             "import os; os.environ['CUDA_VISIBLE_DEVICES'] = '1'; import torch",
-            "CUDA_VISIBLE_DEVICES=1 hides every dry card",
+            "choice of devices, '1', hides every dry card",
         ),
     ],
 )

@@ -352,7 +352,7 @@ def test_a_loss_that_is_scaled_otherwise_is_not_taken_for_right(tmp_path, at: fl
 
     with pytest.raises(
         (RuntimeError, ValueError),
-        match="to 2 times its gradient, where the Trainer's has 1 times",
+        match="it scales the gradient by 2, where the Trainer's own scales it by 1",
     ):
         Run(trainer, {0: [int(at * num)]})
     assert trainer.state.global_step == 0

@@ -108,7 +108,9 @@ def test_pieces_add_up_and_are_compiled(tmp_path, caplog, case: str) -> None:
 
 def test_a_loss_that_compares_rows_is_refused(tmp_path) -> None:
     trainer = small_trainer(tmp_path, clip(), **WHOLE)
-    with pytest.raises(ValueError, match="compares rows, which compiled code does not let pass"):
+    with pytest.raises(
+        ValueError, match="its loss compares rows, and compiled code cannot pass them in pieces"
+    ):
         survive_oom(trainer)
 
 

@@ -233,7 +233,7 @@ def test_answers_that_are_alike_show_nothing_and_refuse_nothing(tmp_path) -> Non
     same = {**PREFERENCES, "rejected": PREFERENCES["chosen"]}
     trainer = dpo(tmp_path, same, dtype=torch.float32)
     survive_oom(trainer, ladder=())
-    with pytest.raises(torch.OutOfMemoryError, match="is nothing but rounding on 2 examples"):
+    with pytest.raises(torch.OutOfMemoryError, match="is only rounding noise on 2 examples"):
         Run(trainer, {0: [100]})
 
 
@@ -308,7 +308,7 @@ def offloading(tmp_path):
         ),
         (online_dpo, "OnlineDPOTrainer.training_step never calls compute_loss"),
         (own_grpo, "OwnGRPO.compute_loss is not known to be a sum over examples"),
-        (offloading, "activation_offloading counts tensors"),
+        (offloading, "upsets the counts of activation_offloading"),
     ],
     ids=["quantile", "online DPO", "own", "offloading"],
 )
