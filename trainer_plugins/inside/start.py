@@ -85,8 +85,8 @@ def begin() -> None:
     _answers.close()
     if "TRAINER_PLUGINS_DRY_STEPS" in os.environ and torch.cuda.device_count() == 0:
         raise RuntimeError(
-            f"the program's choice of devices, {os.environ.get('CUDA_VISIBLE_DEVICES')!r}, hides every"
-            " dry card: plan with more of them, as in --num-gpus 2"
+            f"the program's choice of devices, {os.environ.get('CUDA_VISIBLE_DEVICES')!r}, hides"
+            " every dry card: plan with more of them, as in --num-gpus 2"
         )
     if has_numbers():
         say("there is no GPU here: the CPU computes every operator")
