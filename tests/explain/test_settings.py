@@ -57,6 +57,18 @@ SWIFT = "OOM at the first step\nswift sft --model Qwen/Qwen2.5-VL-7B-Instruct \\
         ("The colab session crashes for memory when I merge the model:\nmodel.save_pretrained_merged('x')", "host-kill", "merge", 'save_pretrained("adapter")'),
         ("\u673a\u5668\u5185\u5b58(CPU RAM)\u4e00\u76f4\u4e0a\u6da8\n--dataloader_num_workers 128", "host-kill", "RAM", "num_workers"),
         ("It worked with transformers v4.46.3 and is OOM with v4.47.0", "regression", "v4.46.3", "pip install 'transformers==4.46.3'"),
+        # A remedy of a step does not help at another moment.
+        ("FSDP on 4 GPUs: it dies with OOM on startup, no batch was seen", "load-too-large", "startup", "cpu_ram_efficient"),
+        ("ZeRO-2 on 4 GPUs is OOM before the first step. A smaller batch had no effect", "load-too-large", "before the first step", "configs show fsdp2"),
+        ("Training fits, but as soon as I validate, the card runs out of memory", "eval-batch", "validate", "--per_device_eval_batch_size"),
+        ("I see that saving the optimizer with save_checkpoint() leads to OOM", "save-gather", "leads to OOM", "--save_only_model True"),
+        ("swift export of the LoRA of Qwen2.5-VL-7B is OOM while it merges the adapter", "adapter-merge", "merges", "--device_map cpu"),
+        ("I pressed stop, and after the run has stopped the memory is not freed: the next run is OOM", "leftover", "not freed", "a process of its own"),
+        ("GRPO without an engine, use_vllm=False, vllm_gpu_memory_utilization=0.5. The first step takes 30 GB, in the second step it is OOM", "optimizer-state", "second step", ""),
+        # Main memory decides over the arithmetic of the card.
+        ("RAM, not VRAM, is full after an hour\nmodel: google/gemma-3-270m\nmax_length: 32000", "host-kill", "not VRAM", "num_workers"),
+        ("The host memory fills up: each row is a book of 50M characters", "host-kill", "fills up", "a long text in one piece"),
+        ("The system memory is exhausted while it writes the checkpoint", "host-kill", "exhausted", "dmesg"),
         # Where the text shows neither the moment nor the run, the question comes first.
         ("Why is it OOM?", "capacity", "OOM", "--preset observe"),
         ("OOM on 8 GPUs, --gradient_checkpointing false", "capacity", "OOM", "--activation_checkpointing True"),
@@ -110,3 +122,43 @@ def test_a_traceback_that_ends_before_its_error_is_read_by_its_place() -> None:
 
     assert answer.causes[0].code == "optimizer-state"
     assert not other.causes
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "summary", "remedy"),
+    [
+        ("Why does half the length leave the GPU memory as it is?", "capacity", "no error is in this text", "trainer-plugins plan"),
+        ("Is a memory spike at the first evaluation a leak?", "eval-batch", "evaluation", "--per_device_eval_batch_size"),
+        ("After all_gather_object, GPU memory is gone for a context on each GPU by each rank. Why?", "ddp-gpu0", "several ranks", "gloo"),
+        ("(raylet) /tmp/ray is over 95% full, available space: 2 GB", "not-an-oom", "a disk is full", "df -h"),
+        ("One of the subprocesses has abruptly died during map operation", "not-an-oom", "prepares the data", "streaming=True"),
+    ],
+)  # fmt: skip
+def test_a_text_without_an_oom_is_answered_without_certainty(
+    text: str, code: str, summary: str, remedy: str
+) -> None:
+    answer = explained(text)
+
+    assert answer.causes[0].code == code
+    assert answer.causes[0].grade == ("likely" if code == "not-an-oom" else "possible")
+    assert summary in answer.causes[0].summary
+    assert remedy in answer.remedies[0].do
+
+
+def test_a_question_on_something_else_is_no_question_on_memory() -> None:
+    for text in ("The loss is NaN on a card with 24 GB. Why?", "0%| | 0/80 [00:00<?, ?it/s] 8 GB"):
+        assert not explained(text).causes
+
+
+def test_an_evaluation_is_read_from_a_traceback_that_is_cut_there() -> None:
+    frame = '  File "/v/transformers/trainer.py", line 1994, in _inner_training_loop\n'
+    answer = explained(
+        f"{frame}    self._maybe_log_save_evaluate(tr_loss, grad_norm)\n"
+        "torch.OutOfMemoryError: CUDA out of memory."
+    )
+    ray = explained("ray.exceptions.OutOfMemoryError: the node running low on memory, at step 4/60")
+
+    assert answer.causes[0].code == "eval-logits"
+    assert answer.causes[0].grade == "likely"
+    # Ray has killed an actor, which neither the kernel's log nor a dataloader shows.
+    assert "docker run --memory" in ray.remedies[0].do

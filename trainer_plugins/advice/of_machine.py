@@ -214,7 +214,8 @@ ASK_SLURM = Advice(
 )
 LIGHTER_SAMPLES = Advice(
     effect="shrinks each sample: one sample, not the number of workers, fills main memory",
-    code="build less in one sample (dataset, collate_fn): masks, decoded pictures, sound or video",
+    code="build less in one sample (dataset, collate_fn): masks, decoded pictures, sound,"
+    " video, a long text in one piece",
 )
 SHOW_MAIN_MEMORY = Advice(
     effect="shows how much main memory is left",

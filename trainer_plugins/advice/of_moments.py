@@ -94,6 +94,12 @@ EMPTY_CACHE_BEFORE_SAVE = Advice(
     effect="frees the training cache, to make room for the copy that saving needs",
     code="gc.collect(); torch.cuda.empty_cache()  # before saving",
 )
+OBJECTS_IN_MAIN_MEMORY = Advice(
+    effect="sends objects through main memory: with NCCL each rank copies those of all ranks to its"
+    " card, and a tensor in them opens a context on the card that it comes from",
+    price="a slower exchange; move tensors in the objects to the CPU first",
+    code='dist.all_gather_object(objects, own, group=dist.new_group(backend="gloo"))',
+)
 SAVE_THE_ADAPTER = Advice(
     effect="saves only the adapter, some MB, so the training is safe before you merge",
     code='model.save_pretrained("adapter")',
@@ -186,7 +192,7 @@ RELEASED = Advice(
     code="from trainer_plugins import released; released(trainer)",
 )
 RESTART_KERNEL = Advice(
-    effect="frees the memory of earlier cells",
+    effect="frees the memory of earlier runs",
     code="restart the kernel, and run the cells once",
 )
 RELEASE_EARLIER_RUNS = Advice(

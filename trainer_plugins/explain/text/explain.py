@@ -1,6 +1,7 @@
 """Turn a text into causes, remedies, and open questions."""
 
 import re
+from dataclasses import replace
 from itertools import product
 
 from trainer_plugins import advice
@@ -11,7 +12,6 @@ from trainer_plugins.explain.text.causes import causes_of, others
 from trainer_plugins.explain.text.causes.numbers import is_fragmented
 from trainer_plugins.explain.text.excerpt import Excerpt
 from trainer_plugins.explain.text.remedies import choose_remedies, remedies_of
-from trainer_plugins.explain.text.states import read_states
 from trainer_plugins.explain.text.text_facts import TextFacts, gather
 from trainer_plugins.explain.text.told import find_question, find_told_oom
 from trainer_plugins.oom import OutOfMemory
@@ -37,7 +37,7 @@ _LOOKALIKES = (
         (advice.ASK_SLURM, advice.RESUME_THE_RUN),
     ),
     (
-        r"(?i:no space left on device|disk quota exceeded)",
+        r"(?i:no space left on device|disk quota exceeded|is over \d+% full, available space)",
         "a disk is full, not the card",
         (advice.FREE_DISK,),
     ),
@@ -75,26 +75,27 @@ _LOOKALIKES = (
         (advice.REBOOT,),
     ),
     (
-        r"Watchdog caught collective operation timeout",
+        r"subprocesses has abruptly died|子进程\S{0,4}(?:退出|终止|崩溃)",
+        "a process that prepares the data ended without an error",
+        (advice.STREAM_THE_DATA,),
+    ),
+    (
+        r"Watchdog caught collective operation timeout|ncclCommWatchdog",
         "a rank timed out in a collective: another rank had stopped or was slow",
         (),
     ),
 )
-_DOUBTS = (  # words that may also follow an OOM
-    (
-        _STOPPED,
-        "The text does not show who sent it: the scheduler's record does (`sacct -j JOB`,"
-        " `kubectl describe pod`), or the cloud's notice of preemption",
-    ),
-    (
-        r"cublas|Generic failure",
-        "A full card may look the same: `nvidia-smi` shows, while it fails, whether memory is free",
-    ),
-    (
-        r"Watchdog",
-        "The missing rank may have run out of memory: its own earlier lines show that",
-    ),
-)
+_DOUBTS = {  # words that may also follow an OOM
+    _STOPPED: "The text does not show who sent it: the scheduler's record does (`sacct -j JOB`,"
+    " `kubectl describe pod`), or the cloud's notice of preemption",
+    r"available space": "It is a warning, and the run may have ended for another cause: the"
+    " earliest error of any rank or worker shows it",
+    r"子进程|subprocess": "The kernel may have killed it for main memory, which `dmesg` shows, or a"
+    " sample has: one process (`num_proc`, `preprocessing_num_workers` of 1) raises its error",
+    r"cublas|Generic failure": "A full card may look the same: `nvidia-smi` shows, while it fails,"
+    " whether memory is free",
+    r"Watchdog": "The missing rank may have run out of memory: its own earlier lines show that",
+}
 _NO_OOM = OutOfMemory(source="allocator", is_certain=False, fatal="", text="")
 
 
@@ -131,16 +132,18 @@ def _explain_without_oom(excerpt: Excerpt, subject: str) -> Explanation:
     for line, (pattern, meaning, helps) in product(excerpt.lines, _LOOKALIKES):
         if re.search(pattern, line.text):
             evidence = f"The log says: {quote(line.text)}"
-            said = next((doubt for words, doubt in _DOUBTS if re.search(words, line.text)), "")
+            said = next((_DOUBTS[one] for one in _DOUBTS if re.search(one, line.text)), "")
             doubt = facts.vendor.translate(said)
             found = cause("not-an-oom", evidence, summary=f"not an OOM: {meaning}", doubt=doubt)
             remedies = tuple(choose_remedies("not-an-oom", helps, facts))
             return Explanation(subject=subject, causes=(found,), remedies=remedies)
-    found_in_words = find_told_oom(excerpt)
-    if found_in_words is None and read_states(facts) is not None:
-        found_in_words = find_question(excerpt)
-    if found_in_words:
+    if found_in_words := find_told_oom(excerpt):
         return explain_excerpt(found_in_words, subject)
+    if question := find_question(excerpt):
+        answer = explain_excerpt(question, subject)
+        first, *more = answer.causes
+        grade = first.grade if first.code == "regression" else "possible"
+        return replace(answer, causes=(replace(first, grade=grade), *more))
     return Explanation(subject=subject, causes=(), remedies=(), unknown=_name_unread(excerpt))
 
 

@@ -117,8 +117,9 @@ class States(NamedTuple):
             share = f" / {self.num_ranks} ranks" if self.stage and self.num_ranks > 1 else ""
         return say(
             f"{self.billions:g} billion parameters x {each}{share} = {{state_bytes}} a card for"
-            f" {what}.",
+            f" {what}{', of {capacity_bytes}' if self.card_bytes else ''}.",
             state_bytes=self.count_bytes(),
+            capacity_bytes=self.card_bytes,
         )
 
 
@@ -144,6 +145,13 @@ def read_states(facts: TextFacts) -> States | None:
         is_offloaded=bool(_OFFLOADED.search(text)),
         is_deepspeed="deepspeed" in text.casefold(),
     )
+
+
+def copies_weights(facts: TextFacts) -> bool:
+    """Return whether a text without a traceback has several ranks that each keep all weights."""
+    text = facts.whole.translate(_ASCII)
+    is_named = not facts.frames and re.search("(?i)zero|deepspeed|ddp", text) is not None
+    return is_named and _count_ranks(text) > 1 and _read_stage(text) < 3
 
 
 def _read_stage(text: str) -> int:

@@ -32,14 +32,15 @@ _SMI_CARD = re.compile(r"\|\s*(\d{1,7})MiB\s*/\s*(\d{1,7})MiB\s*\|")
 
 # A line of code, of a log or of torch's message is not a person's sentence.
 _NO_SENTENCE = re.compile(
-    r"Tried to allocate|^\s*File |^\s{2,}\S|[\w\])]\(|[{}<>|]| = |=.*=.*=|\d%"
+    r"Tried to allocate|^\s*File |^\s{2,}\S|[\w\])]\((?!\))|[{}<>|]| = |=.*=.*=|\d%"
     r"|^\W*(?:Try|Consider|To avoid)\b|[Ii]f you\b|[Yy]ou (?:can|may|should|might|need)\b"
     r"|\[(?:INFO|WARN|ERROR|rank)|^\[?\d{4}-|Error: |^\W*(?:INFO|WARN|DEBUG)"
 )
 _PROSE = re.compile(
     r"(?i)(?!.*(?:\.py\b|[a-z]_[a-z]))"
     r".*\b(?:the|is|are|was|we|with|this|that|my)\b.*\b(?:the|and|is|are|to|of|it|with)\b"
-).match  # a sentence, in which no name of a program stands
+    r"|(?=.*\b(?:I|we)\b)(?:.*?\b(?:the|is|are|was|we|with|this|that|to|of|it)\b){4}"
+).match  # a sentence, in which no name of a program stands, or a long one
 _SPEAKS = re.compile(
     r"(?i:(?<![a-z])OOM|显存|内存|memory|[\d ]G(?:i?B)?\b|\b(?:crash|dies|died|fail|kill|error)\w*)"
 ).search

@@ -20,21 +20,23 @@ _SAID: tuple[tuple[Source, str, str], ...] = (
     (
         "host",
         KILLED_FROM_OUTSIDE,
-        r"all available RAM|\bRay OOM\b|\bRAM OOM"
-        rf"|(?i:out of \(?{_HOST}|{_HOST}[^.!?]{{0,60}}\b(?:grow|increas|leak|full|explo)"
+        r"\b(?:all|up|whole|entire)(?: of)?(?: the| my| its)?(?: available| free)? RAM\b"
+        rf"|\bRay OOM\b|\bRAM OOM|(?i:out of \(?{_HOST}"
+        rf"|{_HOST}[^.!?]{{0,60}}\b(?:grow|increas|leak|full|fills|exhaust|explo)"
         rf"|\b(?:oom|killed)\b[^.!?\n]{{0,40}}\b{_HOST}|grow[^.!?\n]{{0,12}} of {_HOST})"
+        r"|\bRAM\b\W{1,3}not\b|不是显存"
         r"|(?<!显)内存[^。\uff0c显\n]{0,12}?(?:OOM|溢出|不足|爆|一直|不断|持续|泄)"
-        r"|(?i:\bgets? killed\b)"
+        r"|(?i:\b(?:gets?|got|(?:process|run|job) (?:is|was)) killed\b)"
         r"|(?i:(?:session|notebook|kernel|colab)\w*\b[^.!?\n]{0,16}\bcrash|crash\w*[^.!?\n]{0,24}"
         r"\b(?:session|memory (?:problem|issue)))",
     ),
     (
         "allocator",
         "",
-        r"(?i:out[ -]of[ -]memory|OutOfMemory|CUDA out of$"
+        r"(?i:out[ -]of[ -](?:\w+[ -])?(?:memory|VRAM)|OutOfMemory|CUDA out of$"
         r"|(?<![a-z0-9_-])OOM(?:ing|s)?(?![a-z0-9_-])"
         r"|not enough (?:gpu )?memory|failed to allocate memory|capture cuda graph failed(?!:)"
-        r"|enough GPU RAM|memory (?:use |usage )?(?:grows|rises|increases|climbs|keeps)"
+        r"|enough GPU RAM|memory (?:use |usage )?(?:grows|rises|increases|climbs|keeps|explodes)"
         r"|\d ?Gi?B\b[^.!?]{0,24}\b(?:stays?|never (?:freed|released)|more each))"
         r"|Invalid buffer size|NvMapMemAlloc\w*.{0,20}error 12"
         r"|显存[还也会又]{0,2}(?:不足|不够|爆|溢出)|爆显存"
@@ -46,6 +48,11 @@ _NOT_SAID = (
 )
 _ANY = re.compile("|".join(words for *_, words in _SAID) + "|[Mm]emory")
 _ON_MEMORY = re.compile(r"(?i)memory|\boom|显存|cuda|alloc|optimizer\.step")
+_ON_CARDS = re.compile(
+    r"(?i)\bV?RAM\b|显存|\b(?:gpu|cuda|peak) memory\b|\bmemory (?:us|spike|leak|footprint)"
+    r"|lora|\bfull\b|全[参量]"
+)
+_ASKS = re.compile(r"\w[)\"'`]?[?\uff1f](?:\s|$)")
 _AN_ERROR = re.compile(r"[\w.]+(?:Error|Exception): |KeyboardInterrupt|SystemExit")
 _FRAME = re.compile(r'\s*File "')
 _MOST_LINES = 60  # a longer text without an error is a log of something else, unless a person wrote
@@ -69,10 +76,12 @@ def find_told_oom(excerpt: Excerpt) -> Excerpt | None:
 
 
 def find_question(excerpt: Excerpt) -> Excerpt | None:
-    """Take a short text with a question for one on memory; None if it is a log."""
+    """Take a short text that asks about memory; None if it is a log, or is on something else."""
     lines = excerpt.lines
-    asked = next((at for at, line in enumerate(lines) if re.search(r"[?\uff1f]", line.text)), None)
+    asked = next((at for at, line in enumerate(lines) if _ASKS.search(line.text)), None)
     if asked is None or len(lines) > _MOST_LINES or any(_AN_ERROR.match(one.text) for one in lines):
+        return None
+    if not any(_ON_CARDS.search(one.text) for one in lines):
         return None
     words = lines[asked].text
     oom = OutOfMemory(source="allocator", is_certain=False, fatal="", text=words)

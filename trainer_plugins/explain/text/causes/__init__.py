@@ -41,7 +41,6 @@ RULES: tuple[Rule, ...] = (
     others.judge_share,
     arithmetic.logits,
     arithmetic.pictures,
-    arithmetic.later,
     # The rest: fragments, a shape, growth, size.
     numbers.fragmentation,
     numbers.mostly_cache,

@@ -8,7 +8,7 @@ from trainer_plugins.explain.models import find_model
 from trainer_plugins.explain.shared import cause, quote, say
 from trainer_plugins.explain.text.settings import Settings
 from trainer_plugins.explain.text.solved import solve_logits
-from trainer_plugins.explain.text.states import States, read_states
+from trainer_plugins.explain.text.states import read_states
 from trainer_plugins.explain.text.text_facts import TextFacts
 from trainer_plugins.units import GIB
 
@@ -27,19 +27,14 @@ _SETS_PIXELS = re.compile(r"(?i)max_pixels|max_slice|resize|max_token_num")
 _PATCH = 28  # pixels of a token's side: patches of 14, two by two (Qwen2-VL, Qwen2.5-VL)
 _UNLIMITED_PIXELS = 12_845_056  # of the processor of Qwen2-VL and Qwen2.5-VL without a setting
 _MANY_PIXELS, _MANY_FRAMES = 2_000_000, 32
-_SPEAKS_OF_OOM = r"(?i)(?<![a-z])OOM|out.of.memory|显存|内存|crash|killed"
+_SPEAKS_OF_OOM = (
+    r"(?i)(?<![a-z])OOM|out.of.(?:\w+.)?memory|[显内]存[^。\n]{0,8}[不爆溢满炸超]"
+    r"|[爆炸]显?存|crash|killed"
+)
 _OUTLIER = 1.5
 _LARGE_LOGITS, _NEEDLE_BYTES = 7 * GIB, GIB // 4
 # With a chosen and a rejected answer for each row.
 _PAIRS = re.compile(r"(?i)\b(?:dpo|orpo|cpo|simpo)\b")
-_LATER = (
-    r"suddenly|sporadic|(?:after|till|until|for) (?:about |around |~)?\d[\d.,]*[kK]? ?(?:\w+ )?"
-    r"(?:steps|iter|hours)|steadily"
-    r"|(?:climb|increas|grow)\w* (?:\w+ ){0,2}(?:during|in the process|over)"
-    r"|\b(?:some|certain|few|couple of|third|\d(?:rd|nd|th)) (?:optimization )?steps?\b"
-    r"|突然|中途|(?:逐[步渐]|一直)(?:上升|增长|增加)|越来越|\d+ ?步|(?:某个?|一定) ?step"
-    r"|[几一二三四五六七八九]千"
-)
 _REST = r"(?:[^.!?。\n]|\.(?=\d)){0,100}"  # of a sentence
 FITS_WITHOUT = re.compile(
     rf"(?i){_REST}(?:\b(?:fine|works?|worked|fits?|succeeds?|no OOM)\b[^.!?\n]{{0,24}}?"
@@ -66,41 +61,20 @@ def speaks_of_oom(facts: TextFacts) -> bool:
 
 
 def states(facts: TextFacts) -> Cause | None:
-    """Weights, gradients and optimizer states alone fill the card, or a question asks whether."""
+    """Weights, gradients and optimizer states alone fill the card."""
     found = read_states(facts)
     if found is None or facts.frames or facts.oom.source != "allocator":
         return None
     if not found.are_too_large and not found.crowd:
-        return _room(facts, found)
+        return None
     return cause(
         "optimizer-state" if found.is_full else "load-too-large",
         found.describe(),
-        say("The card has {capacity_bytes}.", capacity_bytes=found.card_bytes),
         summary="weights, gradients and optimizer states alone fill the card, at any batch size"
         if found.is_full
         else "",
         doubt="The numbers are the text's, and the ranks, the card and the method are read from its"
         " words: `trainer-plugins plan` with them counts what comes on top",
-    )
-
-
-def _room(facts: TextFacts, found: States) -> Cause | None:
-    if not found.billions or found.card_bytes is None or speaks_of_oom(facts):
-        return None
-    left = found.card_bytes - found.count_bytes()
-    return cause(
-        "capacity",
-        found.describe(),
-        say(
-            "The card has {capacity_bytes}: {left_bytes} are left for activations, logits and the"
-            " CUDA context.",
-            capacity_bytes=found.card_bytes,
-            left_bytes=max(0, left),
-        ),
-        summary="no error is in this text; by arithmetic the states alone"
-        + (" fit" if left > 0 else " do not fit, before main memory takes a part"),
-        grade="possible",
-        doubt="`trainer-plugins plan` with these numbers adds activations, logits and buffers",
     )
 
 
@@ -215,22 +189,6 @@ def outlier(facts: TextFacts) -> Cause | None:
         summary="one sample is far longer than the limit of the text, which did not cut it",
         doubt="The text has no traceback: log the length of each batch, input_ids.shape, and see"
         " whether it fails at the same step again",
-    )
-
-
-def later(facts: TextFacts) -> Cause | None:
-    """A person says that it had fitted for some steps."""
-    sentence = (
-        "" if facts.frames or facts.oom.source != "allocator" else facts.find_sentence(_LATER)
-    )
-    if not sentence:
-        return None
-    return cause(
-        "long-sample",
-        f"The text says: {quote(sentence)}",
-        grade="possible",
-        doubt="A peak follows the longest batch so far; a leak grows between batches of one length:"
-        " print torch.cuda.memory_allocated() and input_ids.shape at each step to tell them apart",
     )
 
 

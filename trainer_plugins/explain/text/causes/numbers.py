@@ -6,6 +6,7 @@ from trainer_plugins import advice
 from trainer_plugins.advice import Door
 from trainer_plugins.explain.answer import Cause
 from trainer_plugins.explain.shared import Said, cause, is_in_pieces, say
+from trainer_plugins.explain.text.causes.arithmetic import speaks_of_oom
 from trainer_plugins.explain.text.solved import solve_activations
 from trainer_plugins.explain.text.states import read_states
 from trainer_plugins.explain.text.text_facts import TextFacts
@@ -22,6 +23,10 @@ _NOTED = re.compile(
 _LEAST_OTHERS_BYTES = 2 * GIB
 _LEAST_OTHERS_FRACTION = 0.15
 _IMPORTANT_FRACTION = 0.85
+_GROUPED = (
+    "Each of num_generations answers passes through the model again with gradients: activations and"
+    " logits grow with the answers of a micro-batch."
+)
 _MASKED = (
     "the card was full, and torch has no numbers: NVML failed (MIG, Jetson, a container, an"
     " updated driver)"
@@ -241,7 +246,9 @@ def capacity(facts: TextFacts) -> Cause:
         f"It failed in {frame}." if frame else "",
         solve_activations(facts),
         "" if facts.frames or states is None else states.describe(),
+        _GROUPED if not facts.frames and facts.says("num_generations") else "",
     ]
+    summary = _MASKED if "NVML_SUCCESS" in facts.oom.text else ""
     if facts.oom.source == "driver" and total is None:
         doubt = (
             "The driver does not say which memory was full: the card's, used by others or by this"
@@ -253,16 +260,23 @@ def capacity(facts: TextFacts) -> Cause:
             " leftovers of earlier steps. `trainer-plugins plan` predicts the need of this run"
             + ("" if facts.frames else "; a traceback would show where it failed")
         )
-    else:
+    elif speaks_of_oom(facts):
         doubt = (
             "When does it fail: loading, the first step, a later one, evaluation or a save; and"
             " with how many rows of what length? The whole traceback shows the first, and"
             " `trainer-plugins plan` counts the second before a run"
         )
+    else:
+        summary = "no error is in this text, only a question about memory"
+        doubt = (
+            "Do rows and their real lengths decide, or weights, states and an engine's share? With"
+            " torch's cache, nvidia-smi shows the largest step so far: compare"
+            " torch.cuda.max_memory_allocated() and the lengths of two runs"
+        )
     return cause(
         "capacity",
         *(evidence if any(evidence) else [facts.words]),
-        summary=_MASKED if "NVML_SUCCESS" in facts.oom.text else "",
+        summary=summary,
         grade="likely" if fills else "possible",
         doubt=doubt,
     )

@@ -20,6 +20,7 @@ _LIMITED = (
 )
 _LIMITING = r"(?i)slurmstepd|SLURM_|\bsrun\b|\bsbatch\b|kubectl|kubelet|docker run|\bpod\b"
 
+BY_RAY = r"node running low on memory|ray\.exceptions\.OutOfMemory"  # ends one of its actors
 SLURM = r"(?i)slurm|\bsrun\b|\bsbatch\b"
 CONTAINER = r"(?i)docker|kubectl|kubelet|\bpod\b"
 # Cloud notebooks, whose users have no sudo on the host.
@@ -37,11 +38,15 @@ NCCL_ON_THE_HOST = (
 
 LOAD_BAR = r"Loading (?:weights|checkpoint shards): {1,3}(?!100)\d{1,2}%"
 # DeepSpeed prints it before it writes; under ZeRO-3 the first rank has gathered all weights then.
-SAVE_LINE = r"(?m)^(?:\[Torch\] )?Saving [^\n]*\n(?:(?!.*Saved )[^\n]*\n){0,4}?Killing sub"
+SAVE_LINE = r"(?m)^(?:\[Torch\] )?Saving [^\n]*\n(?:(?!.*Saved )[^\n]*\n){0,4}?Killing sub" + (
+    r"|\b(?:while|when|during|at)\b[^.!?\n]{0,24}\b(?:sav|wr[io]t)\w*\b[^.!?\n]{0,16}checkpoint"
+)
 # A merge turns a base of 4 bits into 16, beside the adapter and the copy that is written.
 MERGES = (
-    r"merge_and_unload|save_pretrained_(?:merged|gguf)|(?i:\bmerg(?:e|es|ing)\b[^.\n]{0,30}model)"
+    r"merge_and_unload|save_pretrained_(?:merged|gguf)"
+    r"|(?i:\bmerg(?:e|es|ing)\b[^.\n]{0,30}(?:model|weights))"
 )
+_BY_SOMEBODY = "killed by SIGKILL: by the kernel for main memory, preemption or scancel"
 WORKER_KILLED = "a dataloader worker was killed, as the kernel does when main memory is full"
 
 
@@ -93,24 +98,22 @@ def host_end(facts: TextFacts) -> Cause | None:
     if not by_limit and not by_kernel and not is_killed:
         return None
     is_limited = by_limit or (is_killed and is_memory and facts.says(_LIMITING))
-    summary, is_merge = "", not facts.frames and facts.says(MERGES)
-    if not is_limited and is_merge:
-        summary = f"{SUMMARIES['host-kill']} while the adapter was merged"
-    elif not is_limited and not by_kernel and not is_memory:
-        summary = "killed by SIGKILL: by the kernel for main memory, preemption or scancel"
-    elif not is_limited and "DataLoader worker" in facts.oom.text:
-        summary = WORKER_KILLED
-    elif not is_limited and facts.says(SAVE_LINE):
-        summary = f"{SUMMARIES['host-kill']} while a checkpoint was saved"
-    elif not is_limited and not facts.progress and facts.says(LOAD_BAR):
-        summary = f"{SUMMARIES['host-kill']} while each rank loaded the model"
+    is_merge, killed = not facts.frames and facts.says(MERGES), SUMMARIES["host-kill"]
+    summaries = (
+        (is_limited, ""),
+        (is_merge, f"{killed} while the adapter was merged"),
+        (not by_kernel and not is_memory, _BY_SOMEBODY),
+        ("DataLoader worker" in facts.oom.text, WORKER_KILLED),
+        (facts.says(SAVE_LINE), f"{killed} while a checkpoint was saved"),
+        (not facts.progress and facts.says(LOAD_BAR), f"{killed} while each rank loaded the model"),
+    )
     return cause(
         "host-limit" if is_limited else "host-kill",
         facts.words,
         _read_kill(facts),
         _host_use(facts),
         _host_states(facts),
-        summary=summary,
+        summary=next((words for shown, words in summaries if shown), ""),
         grade=None if is_limited or by_kernel or is_memory else "possible",
         doubt="The text does not show which memory was full: watch `free -h` and `nvidia-smi` then"
         if is_merge
@@ -136,7 +139,8 @@ def name_killer(facts: TextFacts) -> str:
 def shows_main_memory(facts: TextFacts) -> bool:
     """Return whether the text points to main memory, which makes an outside signal unlikely."""
     words = (
-        r"(?i)dataloader|offload|\boom\b|out of memory|\bRAM\b|(?:main|host|cpu) memory",
+        r"(?i)dataloader|offload|\boom\b|out of memory|\bRAM\b|内存",
+        r"(?i)(?:main|host|cpu|system) memory",
         r"exceeded (?:K8s pod )?memory|memory limit|memory usage",
     )
     return any(map(facts.says, (*words, _USED, LOAD_BAR, SAVE_LINE, _LIMITED)))

@@ -28,6 +28,7 @@ _OF_ITS_OWN = (
     r"(?i)vllm_device|vllm_server|vllm_mode\W{1,4}server|\bvllm serve\b"
     r"|\bduring [^.\n]{0,20}(?:update|backward)"
 )
+_OFF = r"use_vllm\W{1,4}[Ff]alse"
 SHARE = (
     r"(?P<name>[\w.-]*(?:gpu[-_]memory[-_]utilization|vllm_gpu_util|mem[-_]fraction[-_]static))"
     r"(?P<sep>[\"']?(?: ?[=:] ?| (?:set )?(?:to )?))(?P<share>[01]?\.\d{1,4}|1)\b"
@@ -123,7 +124,7 @@ def engine_share(facts: TextFacts) -> Cause | None:
         summary = next(summary for each, summary in _REFUSALS if re.search(each, words))
         return cause("engine-share", f"The engine says: {quote(words)}", summary=summary)
     inside = facts.find_call(r"[/\\](?:vllm|sglang)(?=[/\\ ])|\b(?:vllm|sglang)\.")
-    engine = inside or re.search(ENGINE, facts.writer + re.sub(SHARE, "", words))
+    engine = inside or re.search(ENGINE, facts.writer + re.sub(rf"{SHARE}|{_OFF}", "", words))
     if not facts.frames:
         engine = engine or facts.says(_SERVES)
     if not engine and (moment := _says_its_moment(facts)):
@@ -167,7 +168,9 @@ def _says_its_moment(facts: TextFacts) -> str:
 def judge_share(facts: TextFacts) -> Cause | None:
     """The text gives an engine a part of the card, and does not show when it was full."""
     found = facts.says(SHARE)
-    is_else = facts.says(_OF_ITS_OWN) or is_followed(advice.SMALLER_ENGINE_SHARE, facts)
+    is_else = facts.says(rf"{_OF_ITS_OWN}|{_OFF}") or is_followed(
+        advice.SMALLER_ENGINE_SHARE, facts
+    )
     is_else = is_else or (Settings(facts).rows or 0) >= _MANY_ROWS
     if facts.frames or facts.asked_bytes or is_else or not found:
         return None

@@ -56,6 +56,23 @@ ATTENTION = (
     r"|matmul\(.*(?:key|query|[qk]\b)|causal_mask"
 )
 LEAST_QUADRATIC_BYTES = 4 * GIB
+# A run has ended, and its memory has not.
+_BETWEEN_RUNS = (
+    r"\b(?:after|when|once)\b[^!?]{0,40}\b(?:stop|cancel|finish|end|interrupt)\w*\b[^!?]{0,90}?"
+    r"\bmemory\b[^.!?]{0,20}\b(?:not|n't|never|stays?|remains?|kept|still)\b"
+    r"|\b(?:memory|VRAM)\b[^.!?]{0,20}(?:not|n't|never) [^.!?]{0,12}(?:clear|free|releas)\w*"
+    r"[^.!?]{0,30}\bafter\b[^.!?]{0,24}\b(?:train|run|stop|finish|end)"
+    r"|\b(?:next|second|following) (?:run|training|trial)\b[^.!?]{0,30}\b(?:OOM|out of mem)"
+    r"|(?:停止|结束|中断|训练完)[^。]{0,20}显存[^。]{0,12}[没不未][^。]{0,6}(?:释放|清)"
+)
+_LATER = (
+    r"suddenly|sporadic|(?:after|till|until|for) (?:about |around |~)?\d[\d.,]*[kK]? ?(?:\w+ )?"
+    r"(?:steps|iter|hours)|steadily"
+    r"|(?:climb|increas|grow)\w* (?:\w+ ){0,2}(?:during|in the process|over)"
+    r"|\b(?:some|certain|few|couple of|third|\d(?:rd|nd|th)) (?:optimization )?steps?\b"
+    r"|突然|中途|(?:逐[步渐]|一直)(?:上升|增长|增加)|越来越|\d+ ?步|(?:某个?|一定) ?step"
+    r"|[几一二三四五六七八九]千"
+)
 _LARGE_FRACTION = 0.02
 _NEEDLE_BYTES = 256 * MIB
 
@@ -65,8 +82,8 @@ class ByFrame:
     """Names a cause if one of the innermost frames matches."""
 
     code: str
-    pattern: str
     unknown: str  # the open question, and how to settle it
+    pattern: str = "(?!)"
     summary: str = ""
     innermost: int | None = _DEEP
     unless: str = ""  # frames with which it is another cause
@@ -99,9 +116,16 @@ class ByFrame:
 
 def _moment(words: str, chinese: str = "") -> str:
     """Build a pattern for the moment of the failure, as a person names it in two languages."""
-    when = r"\b(?:during|when(?:ever)?|while|once|if|at|on|in|upon|after|before|each|every|by)\b"
-    said = rf"{when}[^.!?]{{0,40}}?\b(?:{words})|^\W*(?:{words})\W?[:-]"
-    follows = r"[^\u3002\uff01\uff1f]{0,24}?(?:时|过程|期间|阶段|报|后|显存)"
+    when = (
+        r"\b(?:during|when(?:ever)?|while|once|if|at|on|in|upon|after|before|each|every|by"
+        r"|as soon as|(?:attempt|tr[yi])\w* to)\b"
+    )
+    leads = r"\b(?:leads? to|caus\w+|results? in|makes?|goes|gives?|runs?|fails?)\b"
+    said = (
+        rf"{when}(?:[^.!?]|\.\b){{0,40}}?\b(?:{words})|^\W*(?:{words})\W?[:-]"
+        rf"|\b(?:{words})[^.!?]{{0,60}}?{leads}[^.!?]{{0,20}}\b(?:OOM|out.of\b)"
+    )
+    follows = r"[^\u3002\uff01\uff1f]{0,40}?(?:时|过程|期间|阶段|报|后|显存)"
     # A letter of English may stand beside one of Chinese, where `\b` sees no boundary.
     words_in_it = (
         rf"(?<![a-z]){one}(?![a-z])" if one.isascii() else one for one in chinese.split("|")
@@ -126,16 +150,19 @@ def logits_loss(facts: TextFacts) -> Cause | None:
 
 
 def long_sample(facts: TextFacts) -> Cause | None:
-    """The run had fit for several steps."""
+    """The run had fit for several steps, as its progress or a person says."""
     is_else = facts.find_call(EVALUATION) or not (facts.find_call(TRAINING) or not facts.frames)
-    if not facts.progress or is_else or facts.oom.source not in ("allocator", "masked", "library"):
+    said = "" if facts.frames else facts.find_sentence(_LATER)
+    is_else = is_else or facts.oom.source not in ("allocator", "masked", "library")
+    if is_else or not (said or facts.progress):
         return None
     return cause(
         "long-sample",
-        f"It had run for some time: {facts.progress}.",
+        f"The text says: {quote(said)}" if said else f"It had run for some time: {facts.progress}.",
         grade="possible",
-        doubt="A longer batch, steady memory growth, and leftovers of an evaluation look the same"
-        f" here: `{advice.OBSERVE.flag(Door.SHELL)}` records which it is",
+        doubt="A peak follows the longest batch so far, a leak grows between batches of one length,"
+        " and an evaluation leaves something: print torch.cuda.memory_allocated() and"
+        f" input_ids.shape at each step, or let `{advice.OBSERVE.flag(Door.SHELL)}` record them",
     )
 
 
@@ -168,6 +195,12 @@ PLACES: tuple[Rule, ...] = (
         unknown="how many batches it had kept: with no compute_metrics, or with"
         f" {advice.OUTPUTS_TO_MAIN_MEMORY.flag(Door.TRAINER)}, the OOM should not come back",
     ),
+    ByFrame(  # a traceback that is cut there
+        code="eval-logits",
+        pattern="_maybe_log_save_evaluate",
+        innermost=1,
+        unknown="whether it failed in the evaluation or the save: the frames after this one do",
+    ),
     ByFrame(
         code="eval-batch",
         pattern=EVALUATION,
@@ -186,7 +219,8 @@ PLACES: tuple[Rule, ...] = (
         code="save-gather",
         pattern=r"(?<!load_)state_dict(?:_hook|_utils|\()|get_state_dict|summon_full_params"
         r"|save_pretrained|save_checkpoint|_save_checkpoint|save_model|save_16bit|consolidated_16bit"
-        r"|fsdp_save|save_state|_full_post_state_dict|\bsafe_save|checkpoint_and_decide",
+        r"|fsdp_save|save_state|_full_post_state_dict|\bsafe_save|checkpoint_and_decide"
+        r"|\b_?save(?= |$|\()|saver?\.save",
         innermost=20,
         unless=r"load_(?:full_)?state_dict|torch\.load|load_checkpoint|load_model"
         r"|from_pretrained|\bevaluate\b|evaluation_loop",
@@ -279,7 +313,8 @@ PLACES: tuple[Rule, ...] = (
         r"|\bopt\w*\.step\(|_create_fp32|fused_optimizer|DeepSpeedZeroOptimizer|zero_optimizer\.py"
         r"|_initialize_state",
         unless_within=r"\bforward\b|training_step|backward",
-        words=_moment(r"optimi[sz]er(?:[._ ']s?)*(?:step|states?|init\w*)"),
+        words=_moment(r"optimi[sz]er(?:[._ ']s?)*(?:step|states?|init\w*)")
+        + r"|\bfirst step\b[^.!?]{0,60}\bsecond step\b",
         solve=solve_weights,
         unknown="whether the states or the temporaries of a foreach step are too large: if the"
         " first step fails, it is usually the states",
@@ -293,6 +328,18 @@ PLACES: tuple[Rule, ...] = (
     ),
     leftover,
     ByFrame(
+        code="leftover",
+        words=_BETWEEN_RUNS,
+        unknown="what keeps it: if torch.cuda.memory_allocated() stays high after gc.collect(), an"
+        " object still refers to the tensors; else it is torch's cache",
+    ),
+    ByFrame(
+        code="ddp-gpu0",
+        words=r"\bcontexts?\b[^.!?]{0,30}\b(?:each|every|all|other)\b[^.!?]{0,8}(?:GPU|card)",
+        unknown="which call opens a context, some hundred MB, on each card: `nvidia-smi` before and"
+        " after that call does",
+    ),
+    ByFrame(
         code="load-too-large",
         pattern=r"module\.py .*(?:_apply|convert|to|cuda)\b|(?:model|net)\w*\.(?:to|cuda)\(|_move_m"
         r"|set_module_tensor|prepare_model\b|_configure_distributed_model|_wrap_model"
@@ -300,6 +347,11 @@ PLACES: tuple[Rule, ...] = (
         innermost=8,
         unless=r"training_step|\bforward\b|backward|[/\\]optim|[Oo]ptim\w*(?:\.step|\.py|\()|collat"
         r"|load_state_dict",
+        words=_moment(
+            r"(?<!after )(?<!before )(?:initiali[sz]\w+|start-?up\b|being (?:set up|buil|constr))",
+            "初始化|开始训练前",
+        )
+        + r"|\bbefore (?:the |any )?(?:first |training )?(?:step|batch|iteration|starts|begins)",
         summary="the weights, or a copy of them, do not fit before the first step",
         unknown="which tensors are moved or copied, and whether the card was already in use: print"
         " model.get_memory_footprint() before that line, and check `nvidia-smi` before the start",

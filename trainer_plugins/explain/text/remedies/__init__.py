@@ -1,5 +1,6 @@
 """Choose remedies for each cause that a text shows, in the order of `advice.for_causes`."""
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
@@ -12,11 +13,11 @@ from trainer_plugins.explain.shared import remedies_for, remedy
 from trainer_plugins.explain.text.causes import off_card
 from trainer_plugins.explain.text.causes.arithmetic import speaks_of_oom
 from trainer_plugins.explain.text.followed import is_followed
-from trainer_plugins.explain.text.remedies.applies import APPLIES, APPLIES_TO_CAUSE
+from trainer_plugins.explain.text.remedies import applies
 from trainer_plugins.explain.text.remedies.filled import FILLED, WANTED_CARD, uses_trainer
 from trainer_plugins.explain.text.remedies.less_states import shrink_states, spell_for
 from trainer_plugins.explain.text.settings import Settings
-from trainer_plugins.explain.text.states import read_states
+from trainer_plugins.explain.text.states import copies_weights, read_states
 from trainer_plugins.explain.text.text_facts import TextFacts
 
 _STRAW_FRACTION, _FULL_FRACTION = 0.02, 0.85
@@ -35,18 +36,24 @@ _LEADS: tuple[tuple[str, Advice, Callable[[TextFacts], object]], ...] = (
         advice.PLAN_THE_RUN,
         lambda facts: not (facts.frames or facts.asked_bytes or speaks_of_oom(facts)),
     ),
-    *(
-        (code, advice.CHECKPOINTING, lambda facts: facts.says(_NO_CHECKPOINTS))
-        for code in ("capacity", "long-sample", "logits-loss")
+    (
+        "capacity|long-sample|logits-loss",
+        advice.CHECKPOINTING,
+        lambda facts: facts.says(_NO_CHECKPOINTS),
     ),
     ("capacity", advice.LIGER, lambda facts: facts.says(_NO_LIGER)),
     ("capacity", advice.EIGHT_BIT_ADAMW, lambda facts: facts.find_call(r"[/\\]optim[/\\]")),
+    ("save-gather|ddp-gpu0", advice.OBJECTS_IN_MAIN_MEMORY, lambda facts: facts.says(_GATHERS)),
+    ("save-gather", advice.SAVE_ONLY_MODEL, applies.SAVES_STATES),
+    ("load-too-large|optimizer-state", advice.SHARD_THE_RUN, copies_weights),
     ("foreign", advice.OTHER_CARD, lambda facts: facts.says(WANTED_CARD)),
     ("long-sample", advice.OBSERVE, lambda facts: not facts.asked_bytes and not facts.progress),
     ("long-sample", advice.SHORTER_ROWS, lambda facts: Settings(facts).rows == 1),
     ("host-kill", advice.SAVE_THE_ADAPTER, lambda facts: facts.says(off_card.MERGES)),
+    ("host-kill", advice.LIGHTER_SAMPLES, lambda facts: facts.says(applies.LONG_SAMPLES)),
     ("host-kill", advice.FEWER_WORKERS, lambda facts: facts.says(_MANY_WORKERS)),
 )
+_GATHERS = "all_gather_object"
 _NO_CHECKPOINTS = r"gradient_checkpointing[\"']?[ =:]{1,3}[Ff]alse"
 _NO_LIGER = r"(?i)liger(?:_kernel)?[\"'`]?(?: to|:|=)? ?[\"']?false"
 _MANY_WORKERS = r"dataloader_num_workers\W{1,3}(?:[2-9]\d|\d{3})"
@@ -83,7 +90,9 @@ def _order(code: str, facts: TextFacts) -> tuple[Advice, ...]:
     order = order_remedies(code, "text")
     if code in ("capacity", "long-sample") and _is_last_straw(facts):
         return (advice.OBSERVE, *(each for each in order if each is not advice.OBSERVE))
-    first = next((one for each, one, when in _LEADS if each == code and when(facts)), None)
+    first = next(
+        (one for each, one, when in _LEADS if re.fullmatch(each, code) and when(facts)), None
+    )
     if first is not None:
         return (first, *(each for each in order if each is not first))
     if code != "capacity":
@@ -109,16 +118,18 @@ def _is_last_straw(facts: TextFacts) -> bool:
 
 
 def _applies(one: Advice, code: str, facts: TextFacts) -> bool:
-    applies = APPLIES_TO_CAUSE.get((code, one)) or APPLIES.get(one)
-    return not is_followed(one, facts) and (applies is None or bool(applies(facts)))
+    test = applies.APPLIES_TO_CAUSE.get((code, one)) or applies.APPLIES.get(one)
+    return not is_followed(one, facts) and (test is None or bool(test(facts)))
 
 
 def _build(one: Advice, code: str, facts: TextFacts) -> Remedy | None:
     if not _applies(one, code, facts):
         return None
+    if spelled := spell_for(one, facts):
+        return remedy(one, spelled)
     if filled := FILLED.get(one):
         return filled(one, facts)
-    if uses_trainer(facts) or spell_for(one, facts):
-        return remedy(one, spell_for(one, facts))
+    if uses_trainer(facts):
+        return remedy(one)
     door = next((each for each in one.spellings if each not in _OF_THE_TRAINER), None)
     return remedy(one, door) if door else None

@@ -59,6 +59,7 @@ def _loads_twice(facts: TextFacts) -> bool:
     return not is_else and (not facts.oom.is_certain or facts.find_call(place.LOADING) is not None)
 
 
+LONG_SAMPLES = r"(?i)\b(?:each|every|one) (?:row|sample)\b|\d ?[MG] (?:characters|tokens)"
 _OFFLOADS = r"(?i)offload(?!\w*[\"']?[=: ]{1,3}(?:false|none|null))|cpu_adam"
 _TRIAL = _says(r"[Tt]rial ?#?\d")
 _FSDP = _any_of(_is_called("fsdp"), _says("(?i)fsdp"))
@@ -75,6 +76,7 @@ _SHARES_THE_HOST = _all_of(_ON_THE_HOST, _none_of(_REGISTERS_FOR_IB))
 _GATHERS_ALL = _is_called(r"GatheredParameters\(.*parameters\(|unwrap_model_for_generation")
 _GENERATES = _any_of(_is_called("generat"), _says(r"(?i)\bgenerat(?:e|ion)\b"))
 _NO_PLACE = _none_of(lambda facts: facts.frames)
+SAVES_STATES = _all_of(_says(r"(?i)\bsav(?:es?|ing)\b[^.\n]{0,40}optimi[sz]er"), _NO_PLACE)
 _DEEPSPEED = _is_called(r"deepspeed|zero3|\bstage(?:3|_1_and_2)\.py")
 _MERGE = _is_called(r"\bmerge")
 _DORA = _is_called(r"\bdora\.py|get_weight_norm")
@@ -129,7 +131,7 @@ APPLIES: Mapping[Advice, Test] = {
     advice.BF16_CHECKPOINT: _MXFP4,
     advice.QUANTISED_EXPERTS: _EXPERTS_IN_16_BITS,
     advice.READ_BY_ONE_RANK: _all_of(_IS_LOADING, _RANKS, _none_of(_has_workers, _MXFP4)),
-    advice.LOAD_ON_ONE_RANK: _is_called(place.SHARDING),
+    advice.LOAD_ON_ONE_RANK: _any_of(_is_called(place.SHARDING), _all_of(_FSDP, _NO_PLACE)),
     advice.CONVERT_IN_MAIN_MEMORY: _all_of(_CONVERTS, _none_of(_DEEPSPEED, _MAP)),
     advice.ROOM_IN_THE_MAP: _all_of(_CONVERTS, _MAP),
     advice.SEARCH_BY_FAISS: _is_called("mine_hard_negatives"),
@@ -152,8 +154,10 @@ APPLIES: Mapping[Advice, Test] = {
     advice.SMALLER_NCCL_BUFFERS: _none_of(_ON_THE_HOST),
     advice.MORE_CARDS: _DEEPSPEED,
     advice.ASK_SLURM: _SLURM,
-    advice.LIGHTER_SAMPLES: lambda facts: is_followed(advice.FEWER_WORKERS, facts),
-    advice.SAVE_ONLY_MODEL: _is_called("_save_optimizer"),
+    advice.LIGHTER_SAMPLES: _any_of(
+        lambda facts: is_followed(advice.FEWER_WORKERS, facts), _says(LONG_SAMPLES)
+    ),
+    advice.SAVE_ONLY_MODEL: _any_of(_is_called("_save_optimizer"), SAVES_STATES),
     advice.EMPTY_CACHE_BEFORE_SAVE: _none_of(_FSDP, _DEEPSPEED),
     advice.FUSED_ADAMW: _all_of(_is_called("_multi_tensor|_foreach_"), _none_of(_DEEPSPEED)),
     advice.OFFLOAD_OPTIMIZER: _DEEPSPEED,
@@ -175,7 +179,7 @@ APPLIES: Mapping[Advice, Test] = {
         _HOSTED,
         _SLURM,
         _MERGES,
-        _says(off_card.KILLED.pattern),
+        _says(rf"{off_card.KILLED.pattern}|{off_card.BY_RAY}"),
     ),
     advice.CHECK_LAUNCH_FILE: _all_of(_says(_OFFLOADS), _none_of(_has_workers)),
     advice.OFFLOAD_TO_DISK: _all_of(_says(_OFFLOADS), _none_of(_has_workers)),
@@ -209,17 +213,19 @@ APPLIES_TO_CAUSE: Mapping[tuple[str, Advice], Test] = {
         r"\bforward\b|backward|loss", innermost=4
     ),
     ("host-kill", advice.FEWER_WORKERS): _all_of(
-        _any_of(_has_workers, _TAKEN_BY_UNKNOWN), _none_of(_SAVE_LINE, _MERGES)
+        _any_of(_has_workers, _TAKEN_BY_UNKNOWN),
+        _none_of(_SAVE_LINE, _MERGES, _says(off_card.BY_RAY)),
     ),
     ("host-kill", advice.LOAD_ONCE): _all_of(_loads_twice, _IS_LOADING),
     ("host-kill", advice.MORE_MAIN_MEMORY): _none_of(_HOSTED),
     ("host-kill", advice.SAVE_WITHOUT_GATHER): _all_of(_SAVE_LINE, _says("(?i)zero_?-?3")),
     ("host-limit", advice.FEWER_WORKERS): _has_workers,
     ("host-limit", advice.MORE_MAIN_MEMORY): _none_of(_SLURM),
-    ("leftover", advice.SMALLER_MICRO_BATCH): _none_of(_TRIAL),
+    ("leftover", advice.SMALLER_MICRO_BATCH): lambda facts: facts.is_notebook,
     # transformers 5, the only one that converts, loads in the checkpoint's dtype
     ("load-too-large", advice.HALF_PRECISION_WEIGHTS): _none_of(_KBIT, _MXFP4, _CONVERTS, _REFUSED),
     **{("zero3-gather", each): _none_of(_GATHERS_ALL) for each in LESS_OF_THE_BATCH},
+    ("not-an-oom", advice.STREAM_THE_DATA): lambda _: True,
     ("quadratic-attention", advice.FLASH_ATTENTION): _SDPA,
     ("quadratic-attention", advice.SDPA_ATTENTION): _none_of(_SDPA),
     ("shm", advice.FEWER_WORKERS): _none_of(_says("/dev/shm/nccl")),

@@ -13,7 +13,6 @@ from trainer_plugins.explain.shared import remedy
 from trainer_plugins.explain.text.causes.arithmetic import FITS_WITHOUT, FRAMES
 from trainer_plugins.explain.text.causes.others import list_strangers
 from trainer_plugins.explain.text.remedies import engine
-from trainer_plugins.explain.text.remedies.less_states import spell_for
 from trainer_plugins.explain.text.remedies.plan_command import plan_command
 from trainer_plugins.explain.text.settings import LENGTH, ROWS, STEPS, TOKENS, Settings
 from trainer_plugins.explain.text.text_facts import TextFacts
@@ -109,16 +108,12 @@ def _add_shortage(one: Advice, facts: TextFacts) -> Remedy:
 
 
 def _add_request(one: Advice, facts: TextFacts) -> Remedy:
-    if spelled := spell_for(one, facts):
-        return remedy(one, spelled)
     asked = f"{one.effect} ({size(facts.asked_bytes)} at that place)" if facts.asked_bytes else ""
     return remedy(one, effect=asked, by_arithmetic=facts.asked_bytes)
 
 
 def _shorter_rows(one: Advice, facts: TextFacts) -> Remedy:
     settings = Settings(facts)
-    if spelled := spell_for(one, facts):
-        return remedy(one, spelled)
     effect, asked = one.effect, facts.asked_bytes
     is_table = facts.find_call(r"attn|attention|softmax|matmul|bmm", innermost=3) is not None
     if asked and is_table:
@@ -139,10 +134,8 @@ def _expandable_segments(one: Advice, facts: TextFacts) -> Remedy:
 
 
 def _fewer_frames(one: Advice, facts: TextFacts) -> Remedy:
-    if found := FRAMES.search(facts.whole):
-        fewer = f"{found['is_set']}{max(8, int(found['frames']) // 4)}"
-        return remedy(one, fewer)
-    return _spell(one, facts)
+    found = FRAMES.search(facts.whole)
+    return remedy(one, found and f"{found['is_set']}{max(8, int(found['frames']) // 4)}")
 
 
 def _list_processes(one: Advice, facts: TextFacts) -> Remedy:
@@ -206,16 +199,7 @@ def _look_at(one: Advice, facts: TextFacts) -> Remedy | None:
 
 
 def _fewer_workers(one: Advice, facts: TextFacts) -> Remedy:
-    is_growth = facts.progress and not facts.says(r"(?i)dataloader|shared memory|bus error")
-    grows = (
-        "removes the workers: this run went on for long, and their data copies grow as they read"
-    )
-    door = Door.TRAINER if uses_trainer(facts) else Door.CODE
-    return remedy(one, door, grows if is_growth else "", workers=0)
-
-
-def _spell(one: Advice, facts: TextFacts) -> Remedy:
-    return remedy(one, spell_for(one, facts) or Door.CODE)
+    return remedy(one, Door.TRAINER if uses_trainer(facts) else Door.CODE, workers=0)
 
 
 def _back_to_what_fitted(one: Advice, facts: TextFacts) -> Remedy:
@@ -244,6 +228,9 @@ FILLED: Mapping[Advice, Callable[[Advice, TextFacts], Remedy | None]] = {
     advice.EXPANDABLE_SEGMENTS: _expandable_segments,
     advice.LIST_PROCESSES: _list_processes,
     advice.OTHER_CARD: _other_card,
+    advice.RESTART_KERNEL: lambda one, facts: remedy(
+        one, Door.CODE if facts.is_notebook else "run each training in a process of its own"
+    ),
     advice.ONE_PROCESS_A_CARD: _one_process_a_card,
     advice.LOAD_INTO_MAIN_MEMORY: _load_into_main_memory,
     advice.ROOM_IN_THE_MAP: _room_in_the_map,
@@ -251,9 +238,6 @@ FILLED: Mapping[Advice, Callable[[Advice, TextFacts], Remedy | None]] = {
     advice.LOOK_AT: _look_at,
     advice.BACK_TO_WHAT_FITTED: _back_to_what_fitted,
     advice.FEWER_FRAMES: _fewer_frames,
-    advice.FEWER_PATCHES: _spell,
-    advice.MERGE_IN_MAIN_MEMORY: _spell,
-    advice.STREAM_THE_DATA: _spell,
     advice.FEWER_WORKERS: _fewer_workers,
     advice.SHORTER_REQUESTS: engine.shorter,
     advice.SMALLER_ENGINE_SHARE: engine.lower,

@@ -44,7 +44,10 @@ SPELLED: Mapping[tuple[Advice, str], str] = {
     (advice.SHORTER_ROWS, "swift"): "--truncation_strategy delete",
     (advice.STREAM_THE_DATA, "llama-factory"): "streaming: true",
     (advice.STREAM_THE_DATA, "swift"): "--streaming true",
-    (advice.STREAM_THE_DATA, "axolotl"): "dataset_keep_in_memory: false",
+    (advice.STREAM_THE_DATA, "axolotl"): "streaming: true   # with max_steps: STEPS",
+    (advice.SAVE_ONLY_MODEL, "verl"): (
+        "actor_rollout_ref.actor.checkpoint.save_contents=[model,extra]"
+    ),
     (advice.LIGER, "llama-factory"): "enable_liger_kernel: true",
     (advice.LIGER, "axolotl"): "liger_fused_linear_cross_entropy: true",
     (advice.LIGER, "verl"): "actor_rollout_ref.model.use_fused_kernels=True",
