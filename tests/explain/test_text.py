@@ -157,7 +157,7 @@ def test_one_row_is_not_halved() -> None:
 
     assert "gradient_accumulation_steps" not in todo(answer)
     assert answer.remedies[-1].do.endswith(" --per_device_train_batch_size 1")
-    assert answer.remedies[0].do == "--activation_checkpointing True"
+    assert answer.remedies[0].do == f"--{checkpointing.NAME} True"
 
 
 @pytest.mark.parametrize("width", [40, 71, 100])

@@ -36,7 +36,8 @@ def find_last_errors() -> Iterator[BaseException]:
 
 def is_of_project(code: object) -> bool:
     """Return whether a class or function belongs neither to an installed package nor to Python."""
-    name = getattr(code, "__module__", None) or "builtins"
+    named = getattr(code, "__module__", None)
+    name = named if isinstance(named, str) else "builtins"
     file = getattr(sys.modules.get(name), "__file__", None) or ""
     is_installed = "site-packages" in file or "dist-packages" in file
     root = name.partition(".")[0]

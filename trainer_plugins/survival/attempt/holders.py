@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from trainer_plugins.survival.attempt.users_code import is_users_object, names_in
+from trainer_plugins.survival.attempt.users_code import is_users_object, module_of, names_in
 from trainer_plugins.upkeep.stack import is_of_project
 
 _MOST_ITEMS = 1000  # longer collections hold rows: we compare them but do not descend
@@ -134,7 +134,7 @@ def own_names(module: nn.Module) -> list[str]:
 
 def is_open(one: object) -> bool:
     """Return whether to look inside an object: torch's Subset, for one, holds a user's data set."""
-    home = type(one).__module__
+    home = module_of(type(one))
     is_given = home.startswith("torch.utils.data") or home.partition(".")[0] in _OPEN
     return is_given or is_users_object(one)
 

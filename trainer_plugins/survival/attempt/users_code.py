@@ -39,8 +39,14 @@ def is_users_function(function: object) -> bool:
 
 def is_users_object(value: object) -> bool:
     """Return whether an object's class, or one of its bases, is the user's."""
-    homes = {kind.__module__.partition(".")[0] for kind in type(value).__mro__}
+    homes = {module_of(kind).partition(".")[0] for kind in type(value).__mro__}
     return not homes <= _KNOWN
+
+
+def module_of(kind: type) -> str:
+    """Return the module of a class; that of Python where older versions of Cython name none."""
+    home: object = kind.__module__
+    return home if isinstance(home, str) else "builtins"
 
 
 def home_of(function: object) -> str:
