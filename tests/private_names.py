@@ -132,6 +132,7 @@ WHERE: dict[str, tuple[str, ...]] = {
     "_load_best_model": (TRAINER,),
     "_load_from_checkpoint": (TRAINER,),
     "_load_optimizer_and_scheduler": (TRAINER,),
+    "_maybe_log_save_evaluate": (TRAINER,),
     "_loss_function": (MODEL,),
     "_memory_tracker": ("transformers.trainer",),
     "_model_mapping": ("transformers.models.auto.auto_factory",),
