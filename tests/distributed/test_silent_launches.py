@@ -77,7 +77,7 @@ def test_fsdp_on_the_cpu_is_ddp(tmp_path: Path) -> None:
     ran = launch(tmp_path, "fsdp2", *ONE_STEP)
 
     assert [s.family for s in ran.strategies] == ["DDP", "DDP"]
-    assert "accelerators only" in only_finding(ran, "strategy-not-in-force")
+    assert "FSDP only on accelerators" in only_finding(ran, "strategy-not-in-force")
 
 
 @pytest.mark.skipif(
