@@ -113,7 +113,18 @@ class Scaled(nn.Module):
         return self.norm(hidden) * (0.5 + self.draw()) if self.training else self.norm(hidden)
 
 
-@pytest.mark.parametrize("draw", [random.random, np.random.random], ids=["Python", "numpy"])
+class Nameless:
+    """Draws by a class that names no module, as functions of older versions of Cython."""
+
+    __module__ = property(lambda self: "one.of.instances")
+
+    def __call__(self) -> float:
+        return random.random()
+
+
+@pytest.mark.parametrize(
+    "draw", [random.random, np.random.random, Nameless()], ids=["Python", "numpy", "nameless"]
+)
 def test_a_layer_that_is_computed_again_draws_what_it_has_drawn(tmp_path, draw) -> None:
     """The only row did not fit: checkpointing is switched on, and torch keeps its own numbers alone."""
 
