@@ -24,7 +24,7 @@ from trainer_plugins.planner.compare.lines import Interrupted, SearchResult
 from trainer_plugins.planner.compare.saved import ExplainedChanges
 from trainer_plugins.planner.plan import MemoryPlan
 from trainer_plugins.report.summary import Summary
-from trainer_plugins.report.top import TopPage
+from trainer_plugins.report.top_page import TopPage
 
 FOLDER = Path(__file__).parents[1] / "trainer_plugins" / "cli" / "schemas"
 ANSWERS: dict[str, list[tuple[str, Any]]] = {

@@ -169,7 +169,7 @@ print(*sorted(set(sys.modules) - before))
         "record.history",
         "record.metrics",
         "report.text",
-        "report.top",
+        "report.top_page",
         "explain.run",
         "cli",
         "oom",

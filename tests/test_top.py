@@ -34,7 +34,7 @@ from trainer_plugins.record.timeline import (
     Timeline,
     to_line,
 )
-from trainer_plugins.report.top import MOST_PEAKS, RankLine, TopPage, rank_lines
+from trainer_plugins.report.top_page import MOST_PEAKS, RankLine, TopPage, rank_lines
 from trainer_plugins.strategy import Strategy
 from trainer_plugins.units import GIB, MIB
 from trainer_plugins.watch.leak import WARM_UP_LOOKS, WINDOW

@@ -22,7 +22,7 @@ from trainer_plugins.explain.answer import Explanation
 from trainer_plugins.explain.judges import causes_of
 from trainer_plugins.explain.run.case import Case
 from trainer_plugins.explain.run.explained import numbers_of
-from trainer_plugins.explain.run.facts import facts_of
+from trainer_plugins.explain.run.fill_facts import facts_of
 from trainer_plugins.explain.run.remedies import remedies_of
 from trainer_plugins.explain.snapshot import explain_snapshot
 from trainer_plugins.finding import Finding

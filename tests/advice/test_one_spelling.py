@@ -59,7 +59,6 @@ READS = {
     "explain/text/excerpt.py": "finds errors in logs",
     "explain/text/causes/arithmetic.py": "finds settings in logs",
     "explain/text/causes/off_card.py": "finds errors in logs",
-    "explain/text/faults.py": "finds settings in logs",
     "explain/text/followed.py": "finds settings in logs",
     "explain/text/states.py": "finds settings in logs",
     "explain/text/remedies/__init__.py": "finds settings in logs",

@@ -28,7 +28,7 @@ from trainer_plugins.record.history import read_history
 from trainer_plugins.record.thinning import thin
 from trainer_plugins.record.timeline import Entry, Failure, Flush, Remark, Sample, read_timeline
 from trainer_plugins.report.html.chart import draw_limit
-from trainer_plugins.report.html.memory import stretches_of
+from trainer_plugins.report.html.memory_chart import stretches_of
 from trainer_plugins.report.pace import paces_of
 from trainer_plugins.units import GIB, MIB
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Mapping
 
-from trainer_plugins.advice import faults
-from trainer_plugins.advice.faults import Fault
+from trainer_plugins.advice import version_faults as faults
+from trainer_plugins.advice.version_faults import Fault
 from trainer_plugins.allocator.lint import lint
 from trainer_plugins.allocator.variables import Variables
 from trainer_plugins.check.facts import Check, CheckLine, Environment, Facts

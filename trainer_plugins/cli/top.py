@@ -17,7 +17,7 @@ from trainer_plugins.plug_in.flags import Command
 from trainer_plugins.printable import printable
 from trainer_plugins.record.history import Follower, RankRun
 from trainer_plugins.report.page import show
-from trainer_plugins.report.top import TopPage, rank_lines
+from trainer_plugins.report.top_page import TopPage, rank_lines
 
 _SHORTEST_SECONDS, _LONGEST_SECONDS = 0.1, 3600
 

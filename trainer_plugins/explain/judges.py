@@ -1,9 +1,9 @@
 """Judge the facts of a record or a snapshot: each cause once, in the order of `JUDGES`.
 
 To add a cause, write its judge here, its remedies in `trainer_plugins/advice/for_causes.py`, and
-fill in new facts in `trainer_plugins/explain/run/facts.py` or
-`trainer_plugins/explain/snapshot/facts.py`. `tests/explain/test_planted.py` plants a run that shows
-it, `tests/explain/test_snapshot.py` a snapshot.
+fill in new facts in `trainer_plugins/explain/run/fill_facts.py` or
+`trainer_plugins/explain/snapshot/fill_facts.py`. `tests/explain/test_planted.py` plants a run that
+shows it, `tests/explain/test_snapshot.py` a snapshot.
 """
 
 from collections.abc import Callable, Mapping

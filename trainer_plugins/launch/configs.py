@@ -1,4 +1,4 @@
-"""List the launch files of this package, and copy them with changed values."""
+"""List the launch files of this package (configs/accelerate/*.yaml); copy them with changes."""
 
 from collections.abc import Sequence
 from difflib import get_close_matches

@@ -1,4 +1,4 @@
-"""Record values that are known to be harmless; of all others, only the name.
+"""Decide which values of arguments and commands a record shows; of the others, only the name.
 
 We write down numbers, switches, words and paths, under names that libraries declare or `_NAMES`
 lists. In free text, such as an error, we hide everything that looks like a secret.

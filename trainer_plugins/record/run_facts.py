@@ -1,4 +1,4 @@
-"""RunFacts: a run's setup, written to its output_dir at the start: `run.json`, `run-2.json`."""
+"""RunFacts: a run's setup, as `run.json` holds it; `launch/gather_run_facts.py` fills it in."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

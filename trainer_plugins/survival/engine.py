@@ -31,7 +31,7 @@ from trainer_plugins.survival.memo import memo_of
 from trainer_plugins.survival.micro_batch import Handed, MicroBatch, Piece
 from trainer_plugins.survival.ranks.alone import HowToRecover
 from trainer_plugins.survival.refusals import refusals
-from trainer_plugins.survival.training.planned import PlannedPieces, Replay
+from trainer_plugins.survival.training.planned_pieces import PlannedPieces, Replay
 from trainer_plugins.survival.training.recovery import Recovery
 from trainer_plugins.survival.training.rehearsal import divide_from_the_start, rehearse
 from trainer_plugins.survival.training_run import Attached, TrainingRun

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import Trainer
 
 from trainer_plugins.finding import Finding
-from trainer_plugins.launch.facts import try_read
+from trainer_plugins.launch.gather_run_facts import try_read
 from trainer_plugins.upkeep.frames import batch_of, drop_variables
 from trainer_plugins.upkeep.holders import list_owned, list_tracked, storage_of, users_holder
 from trainer_plugins.upkeep.stack import frames_above

@@ -1,7 +1,7 @@
 """Turn the folder of a run into an `Explanation`, from files that the run itself wrote.
 
 The causes are judged in `trainer_plugins/explain/judges.py`, by the facts that
-`trainer_plugins/explain/run/facts.py` reads; the numbers of remedies are computed in
+`trainer_plugins/explain/run/fill_facts.py` reads; the numbers of remedies are computed in
 `trainer_plugins/explain/run/remedies.py`.
 """
 

@@ -13,7 +13,7 @@ from trainer_plugins.explain.answer import Allocation, Cause, Explanation, Numbe
 from trainer_plugins.explain.judges import causes_of
 from trainer_plugins.explain.run.case import Case
 from trainer_plugins.explain.run.ending import judge_ending
-from trainer_plugins.explain.run.facts import facts_of, judge_words
+from trainer_plugins.explain.run.fill_facts import facts_of, judge_words
 from trainer_plugins.explain.run.remedies import less_main_memory, remedies_of
 from trainer_plugins.explain.shared import add_numbers, cause, remedy, say
 from trainer_plugins.explain.text import remedies as of_text

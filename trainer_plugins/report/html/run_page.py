@@ -25,7 +25,7 @@ from trainer_plugins.record.run_facts import read_run_facts
 from trainer_plugins.record.timeline import Remark
 from trainer_plugins.report.html.chart import Chart
 from trainer_plugins.report.html.events import Duration, Noted, collect_notes, failures_in_words
-from trainer_plugins.report.html.memory import (
+from trainer_plugins.report.html.memory_chart import (
     fullest,
     memory_chart,
     odd_one,

@@ -7,7 +7,7 @@
   to know before its own pass has ended; until then some numbers on all ranks are meaningless.
 * One vote follows each backward pass, on the CPU, and none precedes a collective. If a rank failed,
   all discard the gradients of the step (`Sharded.clear`), and compute its micro-batches again in
-  equally many pieces (`training/planned.py`).
+  equally many pieces (`training/planned_pieces.py`).
 """
 
 from collections.abc import Callable, Sequence

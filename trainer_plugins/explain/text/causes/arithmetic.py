@@ -2,7 +2,7 @@
 
 import re
 
-from trainer_plugins.advice.faults import find_fault
+from trainer_plugins.advice.version_faults import find_fault
 from trainer_plugins.explain.answer import Cause, Certainty
 from trainer_plugins.explain.models import find_model
 from trainer_plugins.explain.shared import cause, quote, say

@@ -7,7 +7,7 @@ from math import ceil
 
 from trainer_plugins import advice
 from trainer_plugins.advice import Advice, Door
-from trainer_plugins.advice.faults import find_fault
+from trainer_plugins.advice.version_faults import find_fault
 from trainer_plugins.explain.answer import Remedy
 from trainer_plugins.explain.shared import remedy
 from trainer_plugins.explain.text.causes.arithmetic import FITS_WITHOUT, FRAMES

@@ -1,4 +1,4 @@
-"""Gather the facts of a run: arguments, model, strategy, versions, card, limits. Imports torch."""
+"""Gather the facts of a run for run.json: arguments, model, strategy, versions, card, limits."""
 
 import logging
 import os
