@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from tests.planner.test_plans import LORA, request
-from trainer_plugins.drycuda.dry_changes import _launches
 from trainer_plugins.drycuda.predict import predict_all
 from trainer_plugins.launch import configs
 from trainer_plugins.planner.compare.switches import can_offload_activations
+from trainer_plugins.planner.compare.ways import _launches
 from trainer_plugins.planner.plan import MemoryPlan
 from trainer_plugins.planner.request import ConfigSource
 from trainer_plugins.units import MIB

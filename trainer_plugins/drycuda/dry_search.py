@@ -14,13 +14,10 @@ from itertools import islice
 from trainer_plugins.accumulation import Effect
 from trainer_plugins.checkpointing import is_asked
 from trainer_plugins.drycuda.dry_changes import (
-    WAYS,
     Fitted,
-    effort,
     is_usual,
     least_bytes,
     most_rows_by,
-    possible_changes,
     run_with,
     short_moments,
     turn,
@@ -33,6 +30,7 @@ from trainer_plugins.planner.compare.price import Step, step_of
 from trainer_plugins.planner.compare.proposal import batch_flags, proposal_of, rows_in_words
 from trainer_plugins.planner.compare.saved import Saved, measure_saving, switches_in
 from trainer_plugins.planner.compare.switches import Switch, source_of, write_flags
+from trainer_plugins.planner.compare.ways import WAYS, effort, possible_changes
 from trainer_plugins.planner.plan import MemoryPlan, Moment, PlanError, Proposal
 from trainer_plugins.planner.tried import error_bytes, is_safe
 from trainer_plugins.units import size

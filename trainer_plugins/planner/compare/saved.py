@@ -6,17 +6,8 @@ from difflib import get_close_matches
 
 from trainer_plugins import advice
 from trainer_plugins.advice import Door
-from trainer_plugins.planner.compare.switches import (
-    ADAPTER,
-    CHECKPOINTING,
-    EIGHT_BIT_OPTIMIZER,
-    FUSED_LOSS,
-    FUSED_OPTIMIZER,
-    OFFLOADED_ACTIVATIONS,
-    STREAMED_BASE,
-    Switch,
-    half_as_long,
-)
+from trainer_plugins.planner.compare import switches
+from trainer_plugins.planner.compare.switches import Switch, half_as_long
 from trainer_plugins.planner.plan import MemoryPlan, PlanError, describe_least_seconds
 from trainer_plugins.planner.request import PlanRequest
 
@@ -58,16 +49,18 @@ _EXPANDABLE = Switch(
     _expandable,
 )
 SWITCHES: dict[str, Switch] = {
-    "checkpointing": CHECKPOINTING,
-    "offloaded-activations": OFFLOADED_ACTIVATIONS,
-    "fused-optimizer": FUSED_OPTIMIZER,
-    "8bit-optimizer": EIGHT_BIT_OPTIMIZER,
-    "liger": FUSED_LOSS,
-    "lora": ADAPTER,
-    "stream": replace(STREAMED_BASE, flags=f"{STREAMED_BASE.flags} (the callback StreamBase)"),
+    "checkpointing": switches.CHECKPOINTING,
+    "offloaded-activations": switches.OFFLOADED_ACTIVATIONS,
+    "fused-optimizer": switches.FUSED_OPTIMIZER,
+    "8bit-optimizer": switches.EIGHT_BIT_OPTIMIZER,
+    "liger": switches.FUSED_LOSS,
+    "lora": switches.ADAPTER,
+    "stream": replace(
+        switches.STREAMED_BASE, flags=f"{switches.STREAMED_BASE.flags} (the callback StreamBase)"
+    ),
     "expandable-segments": _EXPANDABLE,
     "length/2": Switch("half the length", "other data", "half of --seq-length", half_as_long),
-}  # in the order in which you would try them
+}  # in the order in which `--explain-change all` shows them
 
 ALL = "all"
 

@@ -9,13 +9,7 @@ from statistics import median_low
 from trainer_plugins.printable import printable
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.record.timeline import Entry, Failure, Sample
-from trainer_plugins.report.html.chart import (
-    Chart,
-    ChartLine,
-    Dot,
-    areas_of_card,
-    draw_limit,
-)
+from trainer_plugins.report.html.chart import Chart, ChartLine, Dot, areas_of_card, draw_limit
 from trainer_plugins.report.html.events import Duration, Noted, marks_of, spans_of
 from trainer_plugins.report.pace import StepTimes, describe_pace, paces_of, seconds_text
 from trainer_plugins.report.summary import steps_in_words

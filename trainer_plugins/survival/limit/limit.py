@@ -1,7 +1,7 @@
-"""The limit: how much of a micro-batch fits at once, counted in cells, rows x padded length."""
+"""The limit: how many cells (rows x padded length) fit at once, and when to try more again."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,14 +10,10 @@ from trainer_plugins.reading import MemoryReading
 from trainer_plugins.survival.exact.shares import Inputs
 
 SLACK = 0.05  # fraction of the card left free by a rehearsed limit: fragmentation varies
-
 PATIENCE_STEPS = 50  # steps without a failure before trying more; doubled when that fails
-
 _WORTH = 1.1  # smallest growth of a limit that is worth a failed attempt
-
 # Consecutive steps in which the allocator emptied its cache, as in Composer's trainer.py.
 _NUM_THRASHING = 2
-
 _TOKEN_IDS = ("input_ids", "prompt_ids", "completion_ids")  # name endings
 
 
@@ -34,66 +30,12 @@ def cells(inputs: Inputs) -> int:
     )
 
 
-def sizes(num: int, num_cells: int, limit: float, min_micro_batch: int) -> list[int]:
-    """Cut examples into even parts within the limit, with at least `min_micro_batch` in each.
-
-    >>> sizes(8, 8 * 512, 3 * 512, 1), sizes(8, 8 * 512, 3 * 512, 4), sizes(8, 8 * 512, math.inf, 1)
-    ([2, 3, 3], [4, 4], [8])
-    """
-    num_parts = math.ceil(num / num_that_fit(num, num_cells, limit))
-    return even(num, max(1, min(num_parts, num // min_micro_batch)))
-
-
-def num_that_fit(num: int, num_cells: int, limit: float) -> int:
-    """Return how many of `num` examples of one size are within the limit; at least 1.
-
-    >>> num_that_fit(5, 79, 79 * 3 / 5), num_that_fit(6, 600, 299.9)
-    (3, 2)
-    """
-    # A limit that stands for examples is a rounded quotient: ignore a millionth of an example.
-    return num if num_cells <= limit else max(1, int(limit / (num_cells / num) + 1e-6))
-
-
-def even(num: int, num_parts: int) -> list[int]:
-    """Cut `num` examples into `num_parts` parts, as evenly as possible."""
-    return [num * (part + 1) // num_parts - num * part // num_parts for part in range(num_parts)]
-
-
-def lower(num: int, num_cells: int, limit: float, min_micro_batch: int) -> float | None:
-    """Return the limit after `num` examples did not fit: half of them; None if that is too few."""
-    if num < 2 * min_micro_batch:
-        return None
-    return min(limit, num_cells * math.ceil(num / 2) / num)
-
-
 def read_allowed_bytes(reading: MemoryReading, device: torch.device) -> int:
     """Return the bytes torch may use on a card: all, or `set_per_process_memory_fraction`."""
     module = torch.get_device_module(device)
     if not hasattr(module, "get_per_process_memory_fraction"):  # for example the CPU
         return reading.total_bytes
     return int(min(1.0, module.get_per_process_memory_fraction(device)) * reading.total_bytes)
-
-
-def most(fits: Callable[[int], bool], num: int, least: int, first: Iterable[int]) -> int:
-    """Return how many of `num` examples fit at once, trying `first` first; 0 below `least`.
-
-    >>> most(lambda n: n <= 11, 64, 1, (64,)), most(lambda n: True, 64, 1, (1, 2, 64))
-    (11, 64)
-    >>> most(lambda n: n < 8, 8, 2, ()), most(lambda n: True, 4, 8, (4,))
-    (7, 4)
-    >>> most(lambda n: False, 8, 2, (8,))
-    0
-    """
-    least = min(least, num)
-    low, high = least - 1, num + 1
-    guesses = iter(first)
-    while high - low > 1 and (low < least or math.ceil(num / low) > math.ceil(num / (high - 1))):
-        size = next((guess for guess in guesses if low < guess < high), (low + high) // 2)
-        if fits(size):
-            low = size
-        else:
-            high = size
-    return low if low >= least else 0
 
 
 def predict_peak(peaks: Sequence[tuple[float, int]], size: float) -> float:
