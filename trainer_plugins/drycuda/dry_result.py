@@ -78,16 +78,24 @@ class DryResult:
     def _names(self) -> dict[int, tuple[Category, str]]:
         """Name allocations by their events, from the tensors seen at their addresses over time."""
         found: dict[int, tuple[Category, str]] = {}
-        for time_us, names in self.seen[0]["names"]:
-            position = bisect_left(self.case.card.times, time_us) - 1
-            alive = self.case.sorter.alive_at(position)
-            lives = [life for life in alive if life.birth != BEFORE]
-            lives.sort(key=lambda life: life.address)
-            starts = [life.address for life in lives]
+        lives = [life for life in self.case.sorter.lives if life.birth != BEFORE]
+        births = {life.birth: life for life in lives}
+        deaths = {life.death: life for life in lives}
+        alive: dict[int, Life] = {}  # by address
+        done = 0
+        for time_us, names in sorted(self.seen[0]["names"], key=lambda each: each[0]):
+            end = bisect_left(self.case.card.times, time_us)
+            for position in range(done, end):
+                if (ended := deaths.get(position)) is not None:
+                    del alive[ended.address]
+                elif (born := births.get(position)) is not None:
+                    alive[born.address] = born
+            done = max(done, end)
+            starts = sorted(alive)
             for address, (category, name) in names.items():
                 at = bisect_right(starts, int(address)) - 1
-                if at >= 0 and int(address) < starts[at] + lives[at].num_bytes:
-                    found.setdefault(lives[at].birth, (category, name))
+                if at >= 0 and int(address) < starts[at] + alive[starts[at]].num_bytes:
+                    found.setdefault(alive[starts[at]].birth, (category, name))
         return found
 
     def _points(self) -> Iterator[tuple[Moment, int, int]]:

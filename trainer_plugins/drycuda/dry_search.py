@@ -37,7 +37,7 @@ from trainer_plugins.units import size
 
 _EVALUATES: frozenset[Moment] = frozenset({"evaluation", "generation"})
 _ENOUGH = 2
-_MOST_OF_THE_PLANS_TIME = 1.5  # in plan times: then we stop looking for a second proposal
+_MOST_OF_THE_PLANS_TIME = 1.0  # in plan times: then we stop looking for a second proposal
 _MORE_SECONDS = 300  # and this much later for a first one
 
 
@@ -262,7 +262,7 @@ class Variations:
     ) -> Iterator[tuple[tuple[Switch, ...], int, MemoryPlan]]:
         """Yield changes, rows and a plan that fits; list in `failed` the shortage of the others."""
         tried_ways: list[tuple[Switch, ...]] = [()] if sizes == [self._now] else []
-        useless, has_found = list[Switch](), False
+        useless, has_found, seconds = list[Switch](), False, 0.0
         is_on = (switches.CHECKPOINTING,) if self._checkpoints else ()
         short = self.plan if sizes == [self._now] and () in ways else None
         if short is not None:
@@ -276,8 +276,8 @@ class Variations:
             if lacking := self._lacks(changes, short, sizes[0]):
                 failed.append(f"{words}: at least {size(lacking)} short")
                 continue
-            late = time.monotonic() - until
-            if late > (0 if has_found else _MORE_SECONDS):
+            begun = time.monotonic()
+            if begun - until > (-seconds if has_found else _MORE_SECONDS):
                 failed += [] if has_found else ["the rest was not tried, for lack of time"]
                 return
             if self._run.of_config is not None and changes:
@@ -287,6 +287,8 @@ class Variations:
             except PlanError as error:
                 failed.append(f"{words}: {error}")
                 continue
+            finally:
+                seconds = time.monotonic() - begun  # the next way will take as long
             if is_safe(tried):
                 has_found = True
                 yield changes, rows, tried

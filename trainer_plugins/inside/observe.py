@@ -20,6 +20,7 @@ from typing import Any
 
 import psutil
 import torch
+from accelerate.utils import DistributedType
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from trainer_plugins.accumulation.effect import judge_accumulation
@@ -260,16 +261,18 @@ class _Observer:
             train(resume_from_checkpoint=folder)
 
     def _skip_like_micro_steps(self) -> None:
-        """Skip micro-steps that repeat the previous one; never the last, in which ranks reduce."""
+        """Skip micro-steps that repeat the previous one; not the last if ranks reduce in it."""
         trainer, step = self._trainer, self._trainer.training_step
         accumulation, count = trainer.args.gradient_accumulation_steps, 0
+        is_one_process = trainer.accelerator.distributed_type == DistributedType.NO
+        num_skippable = accumulation if is_one_process else accumulation - 1
 
         @functools.wraps(step)
         def training_step(*args: Any, **kwargs: Any) -> Any:
             nonlocal count
             position = count % accumulation
             count += 1
-            if _MICRO_STEPS <= position < accumulation - 1:
+            if _MICRO_STEPS <= position < num_skippable:
                 return torch.zeros((), device=trainer.args.device)
             if trainer.args.world_size > 1:
                 time.sleep(_NCCL_LOOKS_SECONDS)

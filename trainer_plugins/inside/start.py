@@ -38,6 +38,7 @@ def start() -> None:
         _leave_to_the_card_what_the_cpu_has_too()
     else:
         cheap.skip_initialisation()
+        cheap.read_no_weights()
         safety.save_no_bytes()
     shapes.compute_on_the_host()
     values = Values()
