@@ -87,6 +87,23 @@ def test_a_rank_has_a_context_on_no_card_but_its_own(tmp_path: Path) -> None:
     assert done.stdout.count("others on the first card: []") == 2, done.stdout + done.stderr[-2000:]
 
 
+def test_micro_steps_that_a_plan_skips_would_need_nothing_more(tmp_path: Path) -> None:
+    """The plan computes two micro-steps of five; run in full, the script reserves the same bytes."""
+    script = TRAINS.replace("16 * (1 + number % 32)", "512").replace(
+        'eval_strategy="epoch", ', 'max_steps=3, save_strategy="no", '
+    )
+    place(tmp_path, script + "print('reserved', torch.cuda.max_memory_reserved())")
+    plan = plan_of(tmp_path, "--gpu", "24GiB", command=(*TRAIN, "5"))
+    assert plan.timeline[-1][0] == "optimizer step"
+    done = processes.run(
+        [sys.executable, "-m", "trainer_plugins.drycuda", "--gpu", "24GiB", *TRAIN[2:], "5"],
+        cwd=tmp_path,
+        environ={**environment(), "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
+        fresh="the dry card is loaded by a start of Python",
+    )
+    assert f"reserved {plan.reserved_peak_bytes}" in done.stdout, done.stdout + done.stderr[-2000:]
+
+
 def test_an_evaluation_comes_first_and_a_callback_may_stop(tmp_path: Path) -> None:
     plan = plan_of(place(tmp_path, _EARLY), "--gpu", "24GiB")
     assert {"evaluation", "save"} <= set(plan.moments)
