@@ -63,7 +63,7 @@ class Blocks(Dataset[dict[str, torch.Tensor]]):
 
 
 class GeneratingTrainer(Trainer):
-    """Prints the loss, and a sample from the model at each evaluation."""
+    """Prints the loss, and generates from a prompt at each evaluation."""
 
     def log(self, logs: dict[str, float], *args: object, **kwargs: object) -> None:
         super().log(logs, *args, **kwargs)
@@ -77,8 +77,9 @@ class GeneratingTrainer(Trainer):
         )
         tokens = self.model.generate(**prompt, max_new_tokens=24, do_sample=False, pad_token_id=0)
         metrics: dict[str, float] = super().evaluate(*args, **kwargs)
-        text = self.processing_class.decode(tokens[0])
-        print(f"evaluated: loss {metrics['eval_loss']:.2f}, and it writes {text!r}", flush=True)
+        new = tokens.shape[-1] - prompt["input_ids"].shape[-1]
+        generated = f"generated {new} tokens after {PROMPT!r}"
+        print(f"evaluated: loss {metrics['eval_loss']:.2f}; {generated}", flush=True)
         return metrics
 
 
@@ -116,8 +117,8 @@ def summary(output_dir: Path) -> str:
     ][:1] or [("Survived", "Nothing: each micro-batch fitted.")]
     freed = [entry for entry in entries if isinstance(entry, Flush) and "eval" in entry.reason]
     if freed:
-        total = size(sum(entry.released_bytes for entry in freed))
-        what = f"{total} that torch had kept after {len(freed)} evaluations is free again."
+        most = size(max(entry.released_bytes for entry in freed))
+        what = f"EvalGenerateCleanup freed up to {most} of cache after each evaluation."
         lines.append(("Cleaned up", what))
     peaks: dict[str, int] = {}
     for entry in entries:

@@ -39,6 +39,8 @@ def _prepare(who, module, function):  # type: (str, str, str) -> object
 
 def _say(error):  # type: (Exception) -> None
     reason = " ".join(str(error).split())
+    if "trainer_plugins" in reason:
+        reason += "; install trainer-plugins in it, too"
     words = "trainer_plugins: nothing was attached in this Python (%s): %s\n"
     sys.stderr.write(words % (sys.executable, reason))
 
