@@ -1,9 +1,11 @@
 """What is installed is what the repository shows."""
 
+import os
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import zipfile
 from email import message_from_bytes
@@ -12,8 +14,21 @@ from pathlib import Path
 import pytest
 
 import trainer_plugins
+from trainer_plugins.launch import configs
 
 ROOT = Path(__file__).parent.parent
+APP = """
+import hydra, torch, trainer_plugins, transformers
+
+@hydra.main(version_base=None)
+def main(config):
+    print(*config.trainer_plugins.callbacks)
+    print(trainer_plugins.__file__)
+    trainer = transformers.Trainer(torch.nn.Linear(1, 1))
+    print(*(type(each).__name__ for each in trainer.callback_handler.callbacks))
+
+main()
+"""
 
 
 @pytest.fixture(scope="module")
@@ -40,41 +55,53 @@ def built(dist: tuple[Path, Path]) -> dict[str, set[str]]:
         }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "trainer_plugins/py.typed",
-        "trainer_plugins/_site/sitecustomize.py",
-        "trainer_plugins/configs/accelerate/single_device.yaml",
-        "trainer_plugins/configs/accelerate/zero3_offload_all.yaml",
-        "trainer_plugins/configs/hydra/trainer_plugins/memory_safe.yaml",
-        "hydra_plugins/trainer_plugins_searchpath/__init__.py",
-        "trainer_plugins/testing/nvml/nvml.c",
-        "trainer_plugins/testing/simgpu/backend.cpp",
-        "trainer_plugins/drycuda/card/host.cpp",
-        "trainer_plugins/report/html/parts.html.jinja",
-        "trainer_plugins/report/html/style.css",
-        "trainer_plugins/cli/schemas/explain.json",
-        "trainer_plugins/report/html/page.js",
-        "trainer_plugins/report/html/snapshot.js",
-    ],
-)
-def test_the_wheel_carries_more_than_python(built: dict[str, set[str]], name: str) -> None:
-    assert name in built["wheel"]
+def test_the_wheel_carries_every_file_of_the_package(built: dict[str, set[str]]) -> None:
+    """The wheel is built from the sdist, so the sdist carries them too."""
+    folders = ("trainer_plugins", "trainer_plugins/configs", "hydra_plugins")
+    files = {
+        path.relative_to(ROOT).as_posix()
+        for folder in folders
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file() and path.suffix != ".pyc"
+    }
+    assert len({path for path in files if not path.endswith(".py")}) > 60
+    assert files - built["wheel"] == set()
 
 
-def test_the_sdist_can_be_built_again(built: dict[str, set[str]]) -> None:
-    assert {
-        "setup.cfg",
-        "pyproject.toml",
-        "LICENSE",
-        "configs/accelerate/single_device.yaml",
-    } <= built["sdist"]
-    missing = {name for name in built["wheel"] if name.startswith("trainer_plugins/")} - built[
-        "sdist"
-    ]
-    # The sdist carries the configs once, at the top or behind the link.
-    assert not {name for name in missing if "/configs/" not in name}
+@pytest.mark.parametrize("kind", ["wheel", "editable"])
+def test_installed_either_way_it_is_found(
+    kind: str, dist: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """By the shell, by Hydra and by the Python of a training that `exec` starts."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
+    bin_ = tmp_path / "venv" / "bin"
+    (packages,) = (tmp_path / "venv" / "lib").glob("*/site-packages")
+    # Everything but this package comes from the environment of the tests: a .pth of a .pth is not read.
+    (packages / "rest.pth").write_text(sysconfig.get_path("purelib"))
+    what = ["--editable", ROOT] if kind == "editable" else [dist[0]]
+    pip = [sys.executable, "-m", "pip", "--python", bin_ / "python", "install", "--no-index"]
+    flags = ["--no-deps", "--ignore-installed", "--no-build-isolation"]
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    (tmp_path / "app.py").write_text(APP)
+
+    def run(*command: object) -> str:
+        done = subprocess.run(
+            command, env=environ, cwd=tmp_path, check=False, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    run(*pip, *flags, *what)
+    file = Path(run(bin_ / "trainer-plugins", "configs", "path", "zero3").strip())
+    app = [bin_ / "python", "app.py", "+trainer_plugins=observe"]
+    keys, place, *_, names = run(bin_ / "trainer-plugins", "exec", "--", *app).splitlines()
+
+    home = ROOT if kind == "editable" else packages
+    assert file.is_relative_to(home)
+    assert file.read_text() == configs.path("zero3").read_text()
+    assert "memory_watchdog" in keys
+    assert place == str(home / "trainer_plugins" / "__init__.py")
+    assert "MemoryWatchdog" in names
 
 
 def test_the_sdist_holds_what_the_readme_names(built: dict[str, set[str]]) -> None:

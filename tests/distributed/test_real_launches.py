@@ -1,10 +1,6 @@
-"""The shipped launch files train, evaluate, save and resume on two CPU ranks, as one process would.
-
-The files are those of the wheel that is built here, and all run in another directory.
-"""
+"""The shipped launch files train, evaluate, save and resume on two CPU ranks, as one process would."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,7 +13,6 @@ from safetensors.torch import load_file
 from tests import processes, rounding
 from tests.distributed.launched import (
     QUIET,
-    ROOT,
     TRAIN,
     Launched,
     environment,
@@ -46,8 +41,7 @@ RUNS = {
     "zero3": ("DeepSpeed", 3, {}, "AdamW"),
     "zero3_offload_all": ("DeepSpeed", 3, {"optimizer": "cpu", "param": "cpu"}, "DeepSpeedCPUAdam"),
 }
-INSTALLED = "zero3_offload_all"
-"""Launched as a user does, with a real start of each process, and the package of the wheel."""
+STARTED = {"zero3_offload_all": "launched as a user does, with a real start of each process"}
 
 TERMS = rounding.terms_of(num_layers=2, width=1024)  # of the model that examples/train.py makes
 OF_A_LOSS = rounding.of_a_mean(
@@ -61,48 +55,6 @@ def script_for(name: str) -> Path:
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
-
-
-@pytest.fixture(scope="session")
-def site(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A folder with the package as its wheel installs it."""
-    folder = tmp_path_factory.mktemp("wheel")
-    build = [
-        sys.executable,
-        "-m",
-        "build",
-        "--no-isolation",
-        "--wheel",
-        "--outdir",
-        str(folder),
-        str(ROOT),
-    ]
-    subprocess.run(build, check=True, capture_output=True)
-    (wheel,) = folder.glob("*.whl")
-    into = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--target",
-        str(folder / "site"),
-        str(wheel),
-    ]
-    subprocess.run(into, check=True, capture_output=True)
-    return str(folder / "site")
-
-
-def config_of(site: str, name: str) -> Path:
-    """What `$(trainer-plugins configs path NAME)` says where only the wheel is installed."""
-    say = [sys.executable, "-m", "trainer_plugins", "configs", "path", name]
-    done = subprocess.run(
-        say, check=True, capture_output=True, text=True, cwd=site, env=environment(PYTHONPATH=site)
-    )
-    file = Path(done.stdout.strip())
-    assert file.is_relative_to(site)
-    return file
 
 
 @pytest.fixture(scope="session")
@@ -127,11 +79,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Launched:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_a_shipped_file_trains_as_one_process_does_and_resumes(
-    name: str, site: str, alone: Launched, tmp_path: Path
+    name: str, alone: Launched, tmp_path: Path
 ) -> None:
-    file, script = config_of(site, name), script_for(name)
-    package = site if name == INSTALLED else str(ROOT)
-    ran = launch(tmp_path / "whole", file, *FOUR_STEPS, script=script, PYTHONPATH=package)
+    script, fresh = script_for(name), STARTED.get(name, "")
+    ran = launch(tmp_path / "whole", name, *FOUR_STEPS, script=script, fresh=fresh)
 
     family, stage, offload, optimizer = RUNS[name]
     assert len(ran.strategies) == 2
@@ -170,7 +121,7 @@ def test_a_shipped_file_trains_as_one_process_does_and_resumes(
         return
     checkpoint = str(ran.output_dir / "checkpoint-2")
     arguments = (*FOUR_STEPS, "--resume_from_checkpoint", checkpoint)
-    resumed = launch(tmp_path / "resumed", file, *arguments, script=script, PYTHONPATH=package)
+    resumed = launch(tmp_path / "resumed", name, *arguments, script=script, fresh=fresh)
     assert [s.family for s in resumed.strategies] == [family] * 2
     assert resumed.losses("checkpoint-4") == pytest.approx(
         ran.losses("checkpoint-4"), rel=OF_A_LOSS
