@@ -85,8 +85,9 @@ def test_installed_either_way_it_is_found(
     (tmp_path / "app.py").write_text(APP)
 
     def run(*command: object) -> str:
+        words = [str(word) for word in command]
         done = subprocess.run(
-            command, env=environ, cwd=tmp_path, check=False, capture_output=True, text=True
+            words, env=environ, cwd=tmp_path, check=False, capture_output=True, text=True
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
