@@ -10,7 +10,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from tests.explain.recorded import FORWARD, MAIN, RecordedCard
 from tests.explain.stated import check_figures

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from rich.console import Group
-from typer.testing import CliRunner
 
 from tests.callbacks.test_memory_watchdog import Takes
 from tests.test_thinning import STRATEGY

@@ -4,7 +4,7 @@ import re
 import shlex
 
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from tests.situations import CONFIGS, CORPUS, ROOT, Situation, situations
 from trainer_plugins.cli import app

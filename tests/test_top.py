@@ -15,8 +15,8 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from rich.console import Console
-from typer.testing import CliRunner
 
 from tests.processes import ENDS_A_HANG, end, start
 from tests.said_device import SaidDevice

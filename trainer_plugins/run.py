@@ -10,18 +10,14 @@ code is passed on.
 """
 
 import sys
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+import click
 
 from trainer_plugins.as_main import NoSuchProgramError, program
 from trainer_plugins.plug_in.attachment import attach, say_at_exit
-from trainer_plugins.plug_in.flags import (
-    BEFORE_A_COMMAND,
-    PRESETS_IN_WORDS,
-    CommandInFront,
-    take_options,
-)
+from trainer_plugins.plug_in.flags import argument, take_options
+from trainer_plugins.plug_in.in_front import BEFORE_A_COMMAND, PRESETS_IN_WORDS, CommandInFront
 from trainer_plugins.plug_in.options import MemoryArguments
 
 
@@ -31,28 +27,22 @@ class RunCommand(CommandInFront):
     prog = "python -m trainer_plugins.run"
 
 
-@take_options()
-def _run(
-    memory: MemoryArguments,
-    command: Annotated[
-        list[str] | None, typer.Argument(metavar="SCRIPT", help="The script and its arguments.")
-    ] = None,
-    module: Annotated[bool, typer.Option("-m", help="Run a module instead of a script.")] = False,
-) -> None:
+@click.command(cls=RunCommand, context_settings=BEFORE_A_COMMAND, epilog=PRESETS_IN_WORDS)
+@argument("command", nargs=-1, metavar="SCRIPT...", help="The script and its arguments.")
+@take_options("memory", MemoryArguments)
+@click.option("-m", "module", is_flag=True, help="Run a module instead of a script.")
+def _run(**_: Any) -> None:
     """Run a training script, unedited, with callbacks on every transformers.Trainer it builds."""
 
 
 def main(arguments: list[str]) -> None:
     """Attach the callbacks, then run the program that the command line names."""
-    app = typer.Typer(add_completion=False)
-    app.command(cls=RunCommand, context_settings=BEFORE_A_COMMAND, epilog=PRESETS_IN_WORDS)(_run)
-    # Typer only parses: it would catch some of the script's errors, and change excepthook.
-    command: Any = typer.main.get_command(app)
+    # Click only parses: it would catch some of the script's errors.
     try:
-        params = command.make_context(RunCommand.prog, arguments).params
-    except typer.Exit as end:  # after --help
+        params = _run.make_context(RunCommand.prog, arguments).params
+    except click.exceptions.Exit as end:  # after --help
         sys.exit(end.exit_code)
-    given, words = RunCommand.select_given(params), list(params["command"] or ())
+    given, words = RunCommand.select_given(params), [*params["command"]]
     if not words:
         RunCommand.refuse("name a script, or a module after -m")
     try:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from transformers import Trainer, TrainerCallback
-from typer.testing import CliRunner
 
 from tests import processes
 from tests.report.drawn import Read

@@ -12,6 +12,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from click.testing import CliRunner
 from transformers import (
     LlamaForCausalLM,
     Seq2SeqTrainer,
@@ -20,7 +21,6 @@ from transformers import (
     T5ForConditionalGeneration,
     TrainerCallback,
 )
-from typer.testing import CliRunner
 
 from tests.card.shared import (
     CARD,

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from transformers import TrainerCallback
-from typer.testing import CliRunner
 
 from tests.card.shared import (
     CARD,

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from tests.distributed.launched import environment
 from tests.drycuda.scripts import ROOT, TRAIN, WORKSPACES, left_running, place, plan_of, typed

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from tests import processes
 from trainer_plugins.allocator.model import AllocatorRules

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from click.testing import CliRunner
 from transformers import Trainer, TrainerCallback
-from typer.testing import CliRunner
 
 from tests.explain.stated import check_figures
 from tests.models import token_rows

@@ -14,6 +14,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from click.testing import CliRunner
 from torch.utils.data import SequentialSampler, get_worker_info
 from transformers import (
     BertConfig,
@@ -26,7 +27,6 @@ from transformers import (
     Trainer,
     TrainerCallback,
 )
-from typer.testing import CliRunner
 
 from tests.explain.planted import Told, empty_card, explained, run, taken_bytes, watched, with_rows
 from tests.models import tiny_llama, token_rows

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from transformers import TrainerCallback
-from typer.testing import CliRunner
 
 from tests.explain.planted import run, watched, with_rows
 from tests.schemas import read_answer

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from rich.console import Console
 from transformers import Trainer
-from typer.testing import CliRunner
 
 from tests.models import tiny_llama, token_rows
 from tests.schemas import read_answer

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import transformers
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from tests.planner.test_plans import Plans, request, tiny
 from trainer_plugins import MemoryPlan

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from click.testing import CliRunner
 from transformers import Trainer
-from typer.testing import CliRunner
 
 from tests import processes
 from tests.models import SMALL_GPT2
@@ -168,7 +168,7 @@ import atexit
 import json
 import sys
 from pathlib import Path
-from typer.testing import CliRunner
+from click.testing import CliRunner
 from trainer_plugins.cli import app
 
 atexit.register(print, "nanobind: leaked 64 types!\\nSee refleaks.html", file=sys.stderr)

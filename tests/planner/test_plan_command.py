@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from transformers import TrainingArguments
-from typer.testing import CliRunner
 
 from tests.models import SMALL_GPT2
 from tests.schemas import read_answer

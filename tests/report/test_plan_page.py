@@ -4,7 +4,7 @@ import itertools
 import json
 
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from tests.models import SMALL_GPT2
 from tests.report.drawn import MOMENTS, Read, highest, loads_nothing, plan_of

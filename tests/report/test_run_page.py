@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from tests.report.drawn import (
     MOMENTS,

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from tests.explain.recorded import FORWARD, RecordedCard
 from tests.explain.test_snapshot import in_pieces, train

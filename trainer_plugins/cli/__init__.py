@@ -3,13 +3,12 @@
 import sys
 from importlib import import_module
 from io import BufferedWriter, FileIO, TextIOWrapper
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-from typer.core import TyperGroup
+import click
 
 from trainer_plugins import __version__
-from trainer_plugins.plug_in.flags import USAGE_ERROR
+from trainer_plugins.plug_in.flags import SETTINGS, Group
 from trainer_plugins.printable import printable
 
 _BEFORE, _DURING, _AFTER = "Before the run", "During the run", "After the run"
@@ -25,48 +24,32 @@ _PANELS = {
 }
 
 
-class _Commands(TyperGroup):
+class _Commands(Group):
     """Has a module for each command; reports bad input in one harmless line."""
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.commands: Any = _PANELS  # only the names are read
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [*_PANELS]
 
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+    def panel_of(self, name: str) -> str:
+        return _PANELS[name]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _PANELS:
             return None
-        command: Any = typer.main.get_command(import_module(f"{__name__}.{cmd_name}").app)
-        command.name, command.rich_help_panel = cmd_name, _PANELS[cmd_name]
+        command: click.Command = getattr(import_module(f"{__name__}.{cmd_name}"), cmd_name)
         return command
 
-    def invoke(self, ctx: Any) -> Any:
+    def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except USAGE_ERROR as error:
-            error.message = printable(error.message)
+        except click.UsageError as error:
+            error.message = "\n".join(map(printable, error.message.split("\n")))  # type: ignore[misc]
             raise
 
 
-app = typer.Typer(
-    cls=_Commands,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        print(f"trainer-plugins {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def _main(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True)
-    ] = False,
-) -> None:
+@click.group("trainer-plugins", cls=_Commands, context_settings=SETTINGS)
+@click.version_option(__version__, message="trainer-plugins %(version)s")
+def app() -> None:
     """Predict the memory of Hugging Face Trainer runs, survive OOM, and explain both."""
 
 

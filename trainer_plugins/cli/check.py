@@ -3,12 +3,12 @@
 import os
 from dataclasses import asdict, fields
 
-import typer
+import click
 
 from trainer_plugins.check import judge
 from trainer_plugins.check.gather_launch import gather_command, gather_launch
 from trainer_plugins.cli.as_json import print_json
-from trainer_plugins.cli.plan import AnswerOptions, AsJson
+from trainer_plugins.cli.plan import AnswerOptions, take_as_json
 from trainer_plugins.cli.plan_dry import DryOptions, command_in, complete, variations_of
 from trainer_plugins.cli.spelled import WITH_OTHER_FLAGS, CommandOfARun
 from trainer_plugins.cli.typed_options import refuse_bad_input
@@ -24,17 +24,13 @@ from trainer_plugins.report.page import show
 _EXIT_CODES = {Severity.INFO: 0, Severity.WARNING: 1, Severity.ERROR: 3}
 _MOST_USED = [each.name for each in fields(RunOptions) if each.metadata.get("panel") == MOST_USED]
 
-app = typer.Typer(add_completion=False)
 
-
-@app.command(cls=CommandOfARun, context_settings=WITH_OTHER_FLAGS)
-@take_options(MOST_USED, [*_MOST_USED, "verbose", "host_memory"])
-def check(
-    context: typer.Context,
-    run: RunOptions,
-    answer: AnswerOptions,
-    as_json: AsJson = False,
-) -> None:
+@click.command(cls=CommandOfARun, context_settings=WITH_OTHER_FLAGS)
+@click.pass_context
+@take_options("run", RunOptions, [*_MOST_USED, "host_memory"])
+@take_options("answer", AnswerOptions, ["verbose"])
+@take_as_json
+def check(context: click.Context, run: RunOptions, answer: AnswerOptions, as_json: bool) -> None:
     """Check this machine, and with --model a run, before you launch it.
 
     You can add all options of `trainer-plugins plan` that describe a run, and all flags of
@@ -64,4 +60,4 @@ def check(
         print_json("check", checklist)
     else:
         show(check_report(checklist, answer.verbose))
-    raise typer.Exit(_EXIT_CODES[checklist.worst])
+    raise SystemExit(_EXIT_CODES[checklist.worst])

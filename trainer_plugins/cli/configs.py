@@ -7,110 +7,125 @@ import shlex
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Annotated
 
-import typer
+import click
 
 from trainer_plugins.cli.as_json import plain
-from trainer_plugins.cli.typed_options import AsJson, refuse_bad_input
+from trainer_plugins.cli.typed_options import refuse_bad_input, take_as_json
 from trainer_plugins.finding import Severity
-from trainer_plugins.launch import configs
+from trainer_plugins.launch import configs as files
 from trainer_plugins.planner.options import PINNED_MEMORY_HELP
-from trainer_plugins.plug_in.flags import EXIT_USAGE, Command
+from trainer_plugins.plug_in.flags import EXIT_USAGE, PATH, Group, argument
 from trainer_plugins.printable import printable
 
-app = typer.Typer(
-    add_completion=False,
-    no_args_is_help=True,
-    help="Launch files for accelerate: list, show, copy, check.",
-)
-_command = partial(app.command, cls=Command)
 _refusing = partial(refuse_bad_input, "configs", ValueError)
 
 # Findings about files that mean something other than they appear to.
 _MALFORMED = {"config-duplicate-key", "config-wrong-type"}
 
+_take_name = argument(
+    "name",
+    help="A name that `configs list` shows.",
+    shell_complete=lambda _, __, typed: [each for each in files.names() if each.startswith(typed)],
+)
 
-Name = Annotated[
-    str, typer.Argument(help="A name that `configs list` shows.", autocompletion=configs.names)
-]
+
+@click.group(cls=Group)
+def configs() -> None:
+    """Launch files for accelerate: list, show, copy, check."""
 
 
-@_command("list")
-def list_configs(as_json: AsJson = False) -> None:
+@configs.command("list")
+@take_as_json
+def list_configs(as_json: bool) -> None:
     """List the shipped launch files, with a line on each.
 
     Example: trainer-plugins configs list
     """
     if as_json:
-        print(json.dumps({name: configs.headline(name) for name in configs.names()}, indent=2))
+        print(json.dumps({name: files.headline(name) for name in files.names()}, indent=2))
         return
-    width = max(map(len, configs.names()))
-    for name in configs.names():
-        print(f"{name:{width}}  {configs.headline(name)}")
+    width = max(map(len, files.names()))
+    for name in files.names():
+        print(f"{name:{width}}  {files.headline(name)}")
 
 
-@_command()
-def show(name: Name) -> None:
+@configs.command()
+@_take_name
+def show(name: str) -> None:
     """Print a shipped launch file.
 
     Example: trainer-plugins configs show zero3
     """
     with _refusing():
-        print(configs.read(name), end="")
+        print(files.read(name), end="")
 
 
-@_command("path")
-def path_of(name: Name) -> None:
+@configs.command("path")
+@_take_name
+def path_of(name: str) -> None:
     """Print the path of a launch file.
 
     Example: accelerate launch --config_file $(trainer-plugins configs path zero3) train.py
     """
     with _refusing():
-        print(configs.path(name))
+        print(files.path(name))
 
 
-@_command("copy")
-def copy_to(
-    name: Name,
-    folder: Annotated[
-        Path, typer.Argument(metavar="[DIR]", help="The target folder (default: the current one).")
-    ] = Path(),
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Change a value, checked. Repeatable."),
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
-) -> None:
+@configs.command("copy")
+@_take_name
+@argument(
+    "folder",
+    type=PATH,
+    default=".",
+    metavar="[DIR]",
+    help="The target folder (default: the current one).",
+)
+@click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Change a value, checked. Repeatable.",
+)
+@click.option("--force", is_flag=True, help="Replace an existing file.")
+def copy_to(name: str, folder: Path, overrides: tuple[str, ...], force: bool) -> None:
     """Copy a launch file, and change values in your copy.
 
     Example: trainer-plugins configs copy zero3 --set num_processes=4
     """
     with _refusing():
-        print(configs.copy(name, folder, overrides or (), force=force))
+        print(files.copy(name, folder, overrides, force=force))
 
 
-@_command()
+@configs.command()
+@argument("file", type=PATH, help="An accelerate YAML or a DeepSpeed JSON.")
+@click.option(
+    "--training-args", help="The script's arguments in quotes: '--bf16 --max_grad_norm 0.3'."
+)
+@click.option(
+    "--params",
+    type=click.FloatRange(min=1),
+    metavar="N",
+    help="Number of model parameters, as in 7e9; also checks main memory.",
+)
+@click.option(
+    "--num-gpus",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Ranks on all machines (default: from the file, else 1).",
+)
+@click.option("--host-memory", help="Main memory, as in 128GiB (default: from this machine).")
+@click.option("--pinned-memory", help=PINNED_MEMORY_HELP)
+@take_as_json
 def check(
-    file: Annotated[Path, typer.Argument(help="An accelerate YAML or a DeepSpeed JSON.")],
-    training_args: Annotated[
-        str | None,
-        typer.Option(help="The script's arguments in quotes: '--bf16 --max_grad_norm 0.3'."),
-    ] = None,
-    params: Annotated[
-        float | None,
-        typer.Option(min=1, help="Number of model parameters, as in 7e9; also checks main memory."),
-    ] = None,
-    num_gpus: Annotated[
-        int | None,
-        typer.Option(min=1, help="Ranks on all machines (default: from the file, else 1)."),
-    ] = None,
-    host_memory: Annotated[
-        str | None,
-        typer.Option(help="Main memory, as in 128GiB (default: from this machine)."),
-    ] = None,
-    pinned_memory: Annotated[str | None, typer.Option(help=PINNED_MEMORY_HELP)] = None,
-    as_json: AsJson = False,
+    file: Path,
+    training_args: str | None,
+    params: float | None,
+    num_gpus: int | None,
+    host_memory: str | None,
+    pinned_memory: str | None,
+    as_json: bool,
 ) -> None:
     """Check a launch file before you launch it, and find extension builds that would block it.
 
@@ -150,17 +165,19 @@ def check(
         lines = [f"{each.severity.name} {each}" for each in findings]
         print("\n".join(lines) or f"{file}: no findings")
     if not _MALFORMED.isdisjoint(finding.code for finding in findings):
-        raise typer.Exit(EXIT_USAGE)
-    raise typer.Exit(int(any(finding.severity >= Severity.ERROR for finding in findings)))
+        raise SystemExit(EXIT_USAGE)
+    raise SystemExit(int(any(finding.severity >= Severity.ERROR for finding in findings)))
 
 
-@_command()
-def build(
-    needed_by: Annotated[
-        list[str],
-        typer.Argument(metavar="FILE...", help="Launch files, or extensions such as cpu_adam."),
-    ],
-) -> None:
+@configs.command()
+@argument(
+    "needed_by",
+    nargs=-1,
+    required=True,
+    metavar="FILE...",
+    help="Launch files, or extensions such as cpu_adam.",
+)
+def build(needed_by: tuple[str, ...]) -> None:
     """Build the extensions that DeepSpeed would compile at the start, once on each node.
 
     It also finishes a build that was interrupted, for ranks that already wait for it.
@@ -183,4 +200,4 @@ def build(
                 print(f"{printable(name)} is built, in {build_extension(name):.0f} s")
         except RuntimeError as error:
             print(f"trainer-plugins configs: {printable(error)}", file=sys.stderr)
-            raise typer.Exit(1) from None
+            raise SystemExit(1) from None

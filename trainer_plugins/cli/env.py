@@ -4,37 +4,27 @@ import json
 import os
 import shlex
 import sys
-from enum import Enum
-from typing import Annotated
 
-import typer
+import click
 
 from trainer_plugins.cli.as_json import print_json
-from trainer_plugins.cli.typed_options import AsJson, Vllm
+from trainer_plugins.cli.typed_options import take_as_json, take_vllm
 from trainer_plugins.launch.environment import launch_environment
 from trainer_plugins.plug_in.flags import Command
 from trainer_plugins.printable import printable
 
-app = typer.Typer(add_completion=False)
 
-
-class Shell(str, Enum):
-    """Names the shells whose syntax we know; every POSIX shell reads bash's."""
-
-    BASH = "bash"
-    FISH = "fish"
-
-
-@app.command(cls=Command)
-def env(
-    shell: Annotated[Shell, typer.Option(help="The shell whose syntax to print.")] = Shell.BASH,
-    as_json: AsJson = False,
-    vllm: Vllm = False,
-    info: Annotated[
-        bool,
-        typer.Option("--info", help="Print versions, cards and settings for a bug report."),
-    ] = False,
-) -> None:
+@click.command(cls=Command)
+@click.option(
+    "--shell",
+    type=click.Choice(["bash", "fish"]),  # every POSIX shell reads bash's syntax
+    default="bash",
+    help="The shell whose syntax to print.",
+)
+@take_as_json
+@take_vllm
+@click.option("--info", is_flag=True, help="Print versions, cards and settings for a bug report.")
+def env(shell: str, as_json: bool, vllm: bool, info: bool) -> None:
     """Print what to export before a launch on this machine: eval "$(trainer-plugins env)".
 
     In fish: trainer-plugins env --shell fish | source. Problems with the present allocator settings
@@ -53,7 +43,7 @@ def env(
         print(f"# {printable(environment.allocator)}")
     for export in environment.exports:
         print(f"# {printable(export.purpose)}")
-        if shell is Shell.FISH:
+        if shell == "fish":
             print(f"set -gx {export.name} {_fish_quoted(export.value)}")
         else:
             print(f"export {export.name}={shlex.quote(export.value)}")

@@ -6,22 +6,17 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import Any, TextIO
 
-import typer
+import click
 
 from trainer_plugins import _site
 from trainer_plugins.cli.exec_child import end_as, run_as_child
-from trainer_plugins.cli.typed_options import Vllm
+from trainer_plugins.cli.typed_options import take_vllm
 from trainer_plugins.launch.environment import launch_environment
 from trainer_plugins.planner.options import option
-from trainer_plugins.plug_in.flags import (
-    BEFORE_A_COMMAND,
-    PRESETS_IN_WORDS,
-    CommandInFront,
-    assign_variables,
-    take_options,
-)
+from trainer_plugins.plug_in.flags import argument, assign_variables, take_options
+from trainer_plugins.plug_in.in_front import BEFORE_A_COMMAND, PRESETS_IN_WORDS, CommandInFront
 from trainer_plugins.plug_in.options import DEFAULT_PRESET, MemoryArguments
 from trainer_plugins.plug_in.reported import VARIABLE as MARKS
 from trainer_plugins.plug_in.reported import describe_lack, folder_for_marks
@@ -31,8 +26,6 @@ from trainer_plugins.printable import printable
 _ASK = "--fit-ask"
 _OF_FIT = ("--gpu", "--num-gpus", "--may", "--allow-writes", "--allow-network")
 _DOES_NOT_FIT, _NOT_EXECUTABLE, _NOT_FOUND = 3, 126, 127
-
-app = typer.Typer(add_completion=False)
 
 
 class ExecCommand(CommandInFront):
@@ -53,42 +46,41 @@ class FitOptions:
 
     gpu: str | None = option("", "With --fit: the GPU (default: the visible one with least free).")
     num_gpus: int | None = option("", "With --fit: the number of GPUs (default: all visible).")
-    may: list[str] | None = option(
+    may: tuple[str, ...] = option(
         "",
         "With --fit: what else may change: precision (bf16), optim (8-bit states), peft (LoRA"
         " instead of all weights), length (half of TRL's max_length).",
+        default=(),
     )
-    allow_writes: list[Path] | None = option(
-        "", "With --fit: let its plans really write to this folder."
+    allow_writes: tuple[Path, ...] = option(
+        "", "With --fit: let its plans really write to this folder.", default=()
     )
     allow_network: bool = option(
         "", "With --fit: let its plans connect to other hosts.", default=False
     )
 
 
-@app.command(cls=ExecCommand, context_settings=BEFORE_A_COMMAND, epilog=PRESETS_IN_WORDS)
-@take_options()
-def exec_(
+@click.command(cls=ExecCommand, context_settings=BEFORE_A_COMMAND, epilog=PRESETS_IN_WORDS)
+@argument("command", nargs=-1, metavar="-- COMMAND", help="The command to run.")
+@take_options("memory", MemoryArguments)
+@take_vllm
+@click.option(
+    "--fit",
+    is_flag=True,
+    help="Plan first, on cards that compute nothing. Change batch splitting and checkpointing until"
+    " the run fits with the same result; then train under the preset survive.",
+)
+@click.option(
+    _ASK, is_flag=True, help="Or --fit=ask: print the changes --fit would make, then exit."
+)
+@take_options("how", FitOptions)
+def exec(
+    command: tuple[str, ...],
     memory: MemoryArguments,
-    *,
-    vllm: Vllm = False,
-    fit: Annotated[
-        bool,
-        typer.Option(
-            "--fit",
-            help="Plan first, on cards that compute nothing. Change batch splitting and"
-            " checkpointing until the run fits with the same result; then train under the"
-            " preset survive.",
-        ),
-    ] = False,
-    fit_ask: Annotated[
-        bool,
-        typer.Option(_ASK, help="Or --fit=ask: print the changes --fit would make, then exit."),
-    ] = False,
+    vllm: bool,
+    fit: bool,
+    fit_ask: bool,
     how: FitOptions,
-    command: Annotated[
-        list[str] | None, typer.Argument(metavar="-- COMMAND", help="The command to run.")
-    ] = None,
 ) -> None:
     """Run a command with callbacks on every Trainer under it.
 
@@ -106,7 +98,7 @@ def exec_(
     It passes on signals and the exit code: 127 if the command is not found, 126 if it cannot be
     run. If no Trainer had callbacks, a line on stderr says so at the end.
     """
-    given, words = ExecCommand.select_given(vars(memory)), assign_variables(command or ())
+    given, words = ExecCommand.select_given(vars(memory)), assign_variables(command)
     if not words:
         ExecCommand.refuse(
             "name a command after --, as in: trainer-plugins exec -- accelerate launch train.py"

@@ -58,8 +58,7 @@ def fit(
         PlanError: there is no plan of this command, a change of `how` is not in `MAY`, or the
             preset lacks SurviveOOM, which would have to divide batches.
     """
-    may = how.may or []
-    if unknown := {*may} - {*MAY}:
+    if unknown := {*how.may} - {*MAY}:
         raise PlanError(
             f"--may is {', '.join(MAY[:-1])} or {MAY[-1]}, got {', '.join(sorted(unknown))}"
         )
@@ -75,7 +74,7 @@ def fit(
         num_cards=number,
         environment={**settings, **vouches},
         foretells=True,
-        allowed=Allowed(writes=tuple(how.allow_writes or ()), network=how.allow_network),
+        allowed=Allowed(writes=how.allow_writes, network=how.allow_network),
     )
     say = partial(print, "trainer-plugins exec --fit:", file=answer, flush=True)
     with interrupt_by_any_signal():
@@ -84,7 +83,7 @@ def fit(
             spare = size(variations.plan.margin_bytes or 0)
             say(f"the run fits as it is, with {spare} to spare")
             return {}, {}
-        found, failed = variations.first_that_fits(may)
+        found, failed = variations.first_that_fits(how.may)
     if found is None:
         why = f"nothing that keeps the result fits: {'; '.join(failed)}"
         if not anyway:

@@ -2,17 +2,16 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
 
-import typer
+import click
 from rich.console import Group
 from rich.text import Text
 
 from trainer_plugins.cli.as_json import print_json
-from trainer_plugins.cli.typed_options import AsJson, bad_parameters
+from trainer_plugins.cli.typed_options import bad_parameters, take_as_json
 from trainer_plugins.explain.answer import GRADES, Explanation
 from trainer_plugins.explain.log import explain_log
-from trainer_plugins.plug_in.flags import Command
+from trainer_plugins.plug_in.flags import PATH, Command, argument
 from trainer_plugins.printable import printable
 from trainer_plugins.record.folder import output_dir_of
 from trainer_plugins.record.oom_record import open_oom_record
@@ -21,35 +20,28 @@ from trainer_plugins.report.page import Indented, show
 _NO_OOM = 1
 _PICKLE = b"\x80"  # the first byte of a pickle (protocol 2 and later), but of no log
 
-app = typer.Typer(add_completion=False)
 
-
-@app.command(cls=Command)
+@click.command(cls=Command)
+@argument(
+    "paths",
+    nargs=-1,
+    metavar="[PATH]...",
+    help="A run's output_dir, a log, or a torch memory snapshot; two snapshots are compared"
+    " (default: standard input, as with -).",
+)
+@take_as_json
+@click.option(
+    "--html", type=PATH, help="Write an HTML page of the snapshot, or of two, to this file."
+)
+@click.option("--verbose", is_flag=True, help="Print all evidence, causes, remedies and unknowns.")
+@click.option(
+    "--predict/--no-predict",
+    "predicts",
+    default=True,
+    help="Predict the effect of each remedy on a recorded run (takes up to a minute).",
+)
 def explain(
-    paths: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="PATH",
-            help="A run's output_dir, a log, or a torch memory snapshot; two snapshots are"
-            " compared (default: standard input, as with -).",
-        ),
-    ] = None,
-    as_json: AsJson = False,
-    html: Annotated[
-        Path | None,
-        typer.Option(help="Write an HTML page of the snapshot, or of two, to this file."),
-    ] = None,
-    verbose: Annotated[
-        bool,
-        typer.Option("--verbose", help="Print all evidence, causes, remedies and unknowns."),
-    ] = False,
-    predicts: Annotated[
-        bool,
-        typer.Option(
-            "--predict/--no-predict",
-            help="Predict the effect of each remedy on a recorded run (takes up to a minute).",
-        ),
-    ] = True,
+    paths: tuple[str, ...], as_json: bool, html: Path | None, verbose: bool, predicts: bool
 ) -> None:
     """Explain why a run ran out of memory, with evidence, and what to do first.
 
@@ -60,10 +52,10 @@ def explain(
     Exit codes: 0 explained, or a snapshot was read; 1 there is no OOM; 2 unreadable.
     """
     if not paths and sys.stdin.isatty():
-        raise typer.BadParameter(
+        raise click.BadParameter(
             "name a log, the output_dir of a run or a snapshot, or pipe in a log"
         )
-    paths = paths or ["-"]
+    paths = paths or ("-",)
     with bad_parameters(paths[0]):
         is_snapshot = len(paths) > 1 or _is_pickle(Path(paths[0]))
         if is_snapshot or html is not None:
@@ -76,7 +68,7 @@ def explain(
         _print(answer, is_snapshot, verbose)
     is_oom = answer.causes and answer.causes[0].code != "not-an-oom"
     if not is_oom and not is_snapshot:
-        raise typer.Exit(_NO_OOM)
+        raise SystemExit(_NO_OOM)
 
 
 def _is_pickle(path: Path) -> bool:
@@ -101,7 +93,7 @@ def _explain_path(path: str, predicts: bool) -> Explanation:
         return explain_log(file, path, predicts)
 
 
-def _explain_snapshots(paths: list[str], html: Path | None) -> Explanation:
+def _explain_snapshots(paths: tuple[str, ...], html: Path | None) -> Explanation:
     from trainer_plugins.explain.snapshot import compare_snapshots, explain_snapshot
 
     if html is not None and (len(paths) > 2 or not all(_is_pickle(Path(each)) for each in paths)):

@@ -5,12 +5,10 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
 
-import typer
+import click
 from rich.console import Group
 from rich.text import Text
-from typer import Option
 
 from trainer_plugins.cli.as_json import print_json
 from trainer_plugins.cli.plan_dry import (
@@ -30,7 +28,7 @@ from trainer_plugins.planner.compare.lines import Interrupted, SearchLine, all_o
 from trainer_plugins.planner.compare.saved import ExplainedChanges, changes_of
 from trainer_plugins.planner.options import MOST_USED, RunOptions, option
 from trainer_plugins.planner.plan import PlanError
-from trainer_plugins.plug_in.flags import take_options
+from trainer_plugins.plug_in.flags import Option, take_options
 from trainer_plugins.report.page import show
 from trainer_plugins.report.plan_text import brief_report, plan_report, verdict
 from trainer_plugins.report.plans_text import (
@@ -43,7 +41,9 @@ from trainer_plugins.report.plans_text import (
 
 _EXIT_DOES_NOT_FIT, _EXIT_INTERRUPTED = 3, 130
 
-AsJson = Annotated[bool, Option("--json", help="Print JSON.", rich_help_panel=MOST_USED)]
+take_as_json = click.option(
+    "--json", "as_json", cls=Option, panel=MOST_USED, is_flag=True, help="Print JSON."
+)
 
 _OTHER = "Other answers"
 
@@ -67,27 +67,25 @@ class AnswerOptions:
         _OTHER,
         "With --search and --model: row lengths to try, as in 1024,2048 (default: --seq-length).",
     )
-    explain_change: list[str] | None = option(
+    explain_change: tuple[str, ...] = option(
         _OTHER,
         "Predict the saving of a change: a name, several joined by +, or all. Repeatable.",
         metavar="SWITCH",
+        default=(),
     )
     calibrate: Path | None = option(
         _OTHER, "Compare with the real run in this output_dir, and store its context size."
     )
 
 
-app = typer.Typer(add_completion=False)
-
-
-@app.command(cls=CommandOfARun, context_settings=WITH_OTHER_FLAGS)
-@take_options(MOST_USED)
+@click.command(cls=CommandOfARun, context_settings=WITH_OTHER_FLAGS)
+@click.pass_context
+@take_options("run", RunOptions)
+@take_options("answer", AnswerOptions)
+@take_options("dry", DryOptions)
+@take_as_json
 def plan(
-    context: typer.Context,
-    run: RunOptions,
-    answer: AnswerOptions,
-    dry: DryOptions,
-    as_json: AsJson = False,
+    context: click.Context, run: RunOptions, answer: AnswerOptions, dry: DryOptions, as_json: bool
 ) -> None:
     """Predict a run's peak memory without a GPU. You can add all flags of TrainingArguments.
 
@@ -115,7 +113,7 @@ def plan(
                 variations = variations_of_model(run, context.args, answer, dry)
             words = shlex.join(["trainer-plugins", "plan", *context.meta[TYPED]])
             fits = _answer(variations, answer, as_json, words)
-    raise typer.Exit(_EXIT_DOES_NOT_FIT if fits is False else 0)
+    raise SystemExit(_EXIT_DOES_NOT_FIT if fits is False else 0)
 
 
 def _refuse_contradictions(answer: AnswerOptions) -> None:
@@ -174,7 +172,7 @@ def _show_search(variations: Sequence[Variations], as_json: bool) -> bool:
         result = all_of([each.search(show_line) for each in variations])
     except KeyboardInterrupt:
         _show_so_far(lines, as_json)
-        raise typer.Exit(_EXIT_INTERRUPTED) from None
+        raise SystemExit(_EXIT_INTERRUPTED) from None
     if as_json:
         print_json("plan --search", result)
     else:

@@ -42,9 +42,10 @@ class DryOptions:
     snapshot: Path | None = option(
         _DRY_RUN, "Keep the allocator's snapshot in this file, which `explain` reads."
     )
-    allow_writes: list[Path] | None = option(
+    allow_writes: tuple[Path, ...] = option(
         _DRY_RUN,
         "Let the command really write, rename and delete in this folder. Repeatable.",
+        default=(),
     )
     allow_network: bool = option(_DRY_RUN, "Let the command connect to other hosts.", default=False)
     dry_env: bool = option(
@@ -116,7 +117,7 @@ def variations_of(
         timeout_seconds=run.timeout,
         snapshot=options.snapshot,
         foretells=foretells,
-        allowed=Allowed(writes=tuple(options.allow_writes or ()), network=options.allow_network),
+        allowed=Allowed(writes=options.allow_writes, network=options.allow_network),
     )
     return Variations(asked, tell)
 

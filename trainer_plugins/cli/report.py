@@ -1,43 +1,39 @@
 """`trainer-plugins report`: print the memory history of a run."""
 
 from pathlib import Path
-from typing import Annotated
 
-import typer
+import click
 
 from trainer_plugins.cli.as_json import print_json
-from trainer_plugins.cli.typed_options import AsJson, RunDir, bad_parameters
+from trainer_plugins.cli.typed_options import bad_parameters, take_as_json, take_run_dir
 from trainer_plugins.explain.run.ending import judge_ending
 from trainer_plugins.planner.plan import MemoryPlan
-from trainer_plugins.plug_in.flags import Command
+from trainer_plugins.plug_in.flags import PATH, Command
 from trainer_plugins.record.history import read_history
 from trainer_plugins.report.page import show
 from trainer_plugins.report.summary import add_last_readings, summary
 from trainer_plugins.report.text import history_report
 
-app = typer.Typer(add_completion=False)
 
-
-@app.command(cls=Command)
+@click.command(cls=Command)
+@take_run_dir
+@click.option("--html", type=PATH, help="Write an HTML page of the last run to this file.")
+@click.option("--plan", type=PATH, help="With --html: the plan of this run, from plan --json.")
+@click.option("--rank", type=int, metavar="N", help="Print only this rank (default: all).")
+@take_as_json
+@click.option(
+    "--predict/--no-predict",
+    "predicts",
+    default=True,
+    help="With --html: predict the effect of each remedy for an OOM (takes up to a minute).",
+)
 def report(
-    run_dir: RunDir,
-    html: Annotated[
-        Path | None, typer.Option(help="Write an HTML page of the last run to this file.")
-    ] = None,
-    plan: Annotated[
-        Path | None,
-        typer.Option(help="With --html: the plan of this run, from plan --json."),
-    ] = None,
-    rank: Annotated[int | None, typer.Option(help="Print only this rank (default: all).")] = None,
-    as_json: AsJson = False,
-    predicts: Annotated[
-        bool,
-        typer.Option(
-            "--predict/--no-predict",
-            help="With --html: predict the effect of each remedy for an OOM (takes up to a"
-            " minute).",
-        ),
-    ] = True,
+    run_dir: Path,
+    html: Path | None,
+    plan: Path | None,
+    rank: int | None,
+    as_json: bool,
+    predicts: bool,
 ) -> None:
     """Print how a run ended, the peak of each moment, releases and findings.
 
@@ -61,7 +57,7 @@ def report(
             page = run_page(history, run_dir, ending, planned, predicts)
             html.write_text(page, encoding="utf-8")
     elif plan is not None:
-        raise typer.BadParameter("--plan is drawn on a page: add --html")
+        raise click.BadParameter("--plan is drawn on a page: add --html")
     history = add_last_readings(history, run_dir)
     if as_json:
         print_json("report", summary(history, ending))
@@ -73,7 +69,7 @@ def _read_plan(plan: Path) -> MemoryPlan:
     try:
         return MemoryPlan.from_json(plan.read_text("utf-8"))
     except OSError as error:
-        raise typer.BadParameter(f"--plan: {plan}: {error.strerror}") from error
+        raise click.BadParameter(f"--plan: {plan}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         what = "not a plan printed with --json"
-        raise typer.BadParameter(f"--plan: {plan} is {what}: {error}") from error
+        raise click.BadParameter(f"--plan: {plan} is {what}: {error}") from error

@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import click
+
 from trainer_plugins.plug_in.flags import Command
 
 _SAME = {
@@ -23,13 +25,12 @@ _TRUTHS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0
 class CommandOfARun(Command):
     """Translates TRL's flags before it parses its own."""
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.meta[TYPED] = [*args]
         end = args.index("--") if "--" in args else len(args)
         own = {flag: each for each in self.params for flag in (*each.opts, *each.secondary_opts)}
         words = [*_translate(args[:end], own)]
-        rest: list[str] = super().parse_args(ctx, [*words, *args[end:]])
-        return rest
+        return super().parse_args(ctx, [*words, *args[end:]])
 
 
 def _translate(words: Sequence[str], own: Mapping[str, Any]) -> Iterator[str]:
@@ -37,7 +38,8 @@ def _translate(words: Sequence[str], own: Mapping[str, Any]) -> Iterator[str]:
     flags = [*_flags(words)]
     has_rank = any(name == "lora_r" for name, _, _ in flags)
     for name, word, values in flags:
-        option = own.get(f"--{_SAME.get(name, name).replace('_', '-')}")
+        flag = f"--{_SAME.get(name, name).replace('_', '-')}"
+        option = own.get(flag)
         if name in _NO_INFLUENCE:
             continue
         if name == _ADAPTER:
@@ -48,14 +50,12 @@ def _translate(words: Sequence[str], own: Mapping[str, Any]) -> Iterator[str]:
         elif option.is_flag:
             is_truth = values[:1] and values[0].lower() in _TRUTHS
             if not is_truth or _TRUTHS[values[0].lower()]:
-                yield option.opts[0] if name in _SAME else _dash(word)
+                yield flag
             elif option.secondary_opts:
                 yield option.secondary_opts[0]
             yield from values[1 if is_truth else 0 :]
-        elif name in _SAME:
-            yield from (option.opts[0], ",".join(values))
         else:
-            yield from (_dash(word), *values)
+            yield from (flag, ",".join(values)) if name in _SAME else (flag, *values)
 
 
 def _flags(words: Sequence[str]) -> Iterator[tuple[str, str, list[str]]]:
@@ -71,10 +71,6 @@ def _flags(words: Sequence[str]) -> Iterator[tuple[str, str, list[str]]]:
             values.append(words[at])
             at += 1
         yield spelt[2:].replace("-", "_"), spelt, values
-
-
-def _dash(word: str) -> str:
-    return f"--{word[2:].replace('_', '-')}" if word.startswith("--") else word
 
 
 def _is_true(values: Sequence[str]) -> bool:

@@ -3,16 +3,16 @@
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from time import sleep, time
-from typing import Annotated
 
-import typer
+import click
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
 from trainer_plugins.cli.as_json import print_json
-from trainer_plugins.cli.typed_options import AsJson, RunDir, bad_parameters
+from trainer_plugins.cli.typed_options import bad_parameters, take_as_json, take_run_dir
 from trainer_plugins.plug_in.flags import Command
 from trainer_plugins.printable import printable
 from trainer_plugins.record.history import Follower, RankRun
@@ -21,16 +21,13 @@ from trainer_plugins.report.top_page import TopPage, rank_lines
 
 _SHORTEST_SECONDS, _LONGEST_SECONDS = 0.1, 3600
 
-app = typer.Typer(add_completion=False)
 
-
-@app.command(cls=Command)
-def top(
-    run_dir: RunDir,
-    once: Annotated[bool, typer.Option("--once", help="Print once and exit.")] = False,
-    as_json: AsJson = False,
-    every: Annotated[float, typer.Option(metavar="SECONDS", help="Seconds between updates.")] = 1.0,
-) -> None:
+@click.command(cls=Command)
+@take_run_dir
+@click.option("--once", is_flag=True, help="Print once and exit.")
+@take_as_json
+@click.option("--every", default=1.0, metavar="SECONDS", help="Seconds between updates.")
+def top(run_dir: Path, once: bool, as_json: bool, every: float) -> None:
     """Show the state of each rank of the last run in a folder, until Ctrl-C.
 
     It may start before the run, and reads only what the run has written since the last look.
@@ -40,14 +37,14 @@ def top(
     Exit codes: 0 shown; 2 nothing to read, or bad input.
     """
     if as_json and not once:
-        raise typer.BadParameter("--json prints a single answer: add --once")
+        raise click.BadParameter("--json prints a single answer: add --once")
     if not _SHORTEST_SECONDS <= every <= _LONGEST_SECONDS:
         span = f"{_SHORTEST_SECONDS} to {_LONGEST_SECONDS} seconds"
-        raise typer.BadParameter(f"--every is {span}, got {every}")
+        raise click.BadParameter(f"--every is {span}, got {every}")
     if not once and not sys.stdout.isatty():
-        raise typer.BadParameter("standard output is not a terminal: add --once")
+        raise click.BadParameter("standard output is not a terminal: add --once")
     if run_dir.exists() and not run_dir.is_dir():
-        raise typer.BadParameter(f"{run_dir}: not a folder")
+        raise click.BadParameter(f"{run_dir}: not a folder")
     with bad_parameters(run_dir):
         if once:
             _show_once(Follower(run_dir), as_json=as_json)
@@ -59,7 +56,7 @@ def _show_once(follower: Follower, *, as_json: bool) -> None:
     run = follower.look()
     if not run:
         wanted = "name the output_dir of a run that has MemoryWatchdog, after it has started"
-        raise typer.BadParameter(f"{_nothing_yet(follower)}: {wanted}")
+        raise click.BadParameter(f"{_nothing_yet(follower)}: {wanted}")
     page = _page(follower, run)
     if as_json:
         print_json("top", page)

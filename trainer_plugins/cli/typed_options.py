@@ -4,16 +4,15 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
 
-import typer
+import click
 
-from trainer_plugins.plug_in.flags import EXIT_USAGE
+from trainer_plugins.plug_in.flags import EXIT_USAGE, PATH, argument
 from trainer_plugins.printable import printable
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Vllm = Annotated[bool, typer.Option("--vllm", help="vLLM will run inside the training process.")]
-RunDir = Annotated[Path, typer.Argument(help="The output_dir of a run with MemoryWatchdog.")]
+take_as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+take_vllm = click.option("--vllm", is_flag=True, help="vLLM will run inside the training process.")
+take_run_dir = argument("run_dir", type=PATH, help="The output_dir of a run with MemoryWatchdog.")
 
 
 @contextmanager
@@ -23,9 +22,9 @@ def bad_parameters(path: Path | str) -> Iterator[None]:
         yield
     except OSError as error:
         why = f"{error.filename or path}: {error.strerror or error}"
-        raise typer.BadParameter(why) from error
+        raise click.BadParameter(why) from error
     except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+        raise click.BadParameter(str(error)) from error
 
 
 @contextmanager
@@ -35,4 +34,4 @@ def refuse_bad_input(command: str, *kinds: type[Exception]) -> Iterator[None]:
         yield
     except kinds as error:
         print(f"trainer-plugins {command}: {printable(error)}", file=sys.stderr)
-        raise typer.Exit(EXIT_USAGE) from error
+        raise SystemExit(EXIT_USAGE) from error

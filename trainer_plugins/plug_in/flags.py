@@ -1,34 +1,28 @@
-"""Turns fields of dataclasses into options, and parses them in front of another command."""
+"""Defines the commands of a command line with click; fields of dataclasses become options."""
 
-import inspect
 import os
 import re
-import sys
-from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import Field, fields, is_dataclass
-from functools import update_wrapper
-from inspect import Parameter, Signature
-from typing import Annotated, Any, ClassVar, NoReturn, get_args
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import Field, fields
+from functools import partial, wraps
+from pathlib import Path
+from types import NoneType
+from typing import Any, get_args, get_origin
 
-import typer
-from typer.core import TyperCommand
-
-from trainer_plugins.plug_in.options import PREFIX, MemoryArguments
-from trainer_plugins.presets import PRESETS
-from trainer_plugins.printable import printable
+import click
 
 EXIT_USAGE = 2
-# Typer contains a copy of click, or imports it, depending on its version.
-USAGE_ERROR: Any = typer.BadParameter.__base__
-
-# Settings for a command that takes another command after its options.
-BEFORE_A_COMMAND: dict[str, Any] = {
-    "allow_interspersed_args": False,
+PATH: Any = click.Path(path_type=Path)
+# Settings of a command that also hold for its subcommands.
+SETTINGS: Mapping[str, Any] = {
     "help_option_names": ["-h", "--help"],
-    # The Trainer's own flags are written with _, so both forms are accepted.
-    "token_normalize_func": lambda name: name.replace("_", "-"),
+    "max_content_width": 100,
+    "show_default": True,
 }
-PRESETS_IN_WORDS = "\n\n".join(f"{preset.name}: {preset.summary}." for preset in PRESETS)
+
+_Panels = dict[str, list[tuple[str, str]]]
+_JOINT = "\u2011"  # a hyphen at which no line breaks
+_WHOLE = 1000  # characters: more than any first sentence has
 
 
 def assign_variables(words: Sequence[str]) -> list[str]:
@@ -40,118 +34,140 @@ def assign_variables(words: Sequence[str]) -> list[str]:
     return rest
 
 
-class Command(TyperCommand):
-    """Wraps its help between words, and lists --help in its last panel."""
+class _Formatter(click.HelpFormatter):
+    """Breaks no flag at a hyphen, so that you can copy it."""
 
-    def __init__(self, *args: Any, help: str | None = None, **settings: Any) -> None:
-        # Typer would break lines where the source does, and again at the end of the terminal.
-        text = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(help or ""))
-        super().__init__(*args, help=text, **settings)
+    def write_text(self, text: str) -> None:
+        super().write_text(text.replace("-", _JOINT))
 
-    def get_params(self, ctx: Any) -> Any:
-        params: Any = super().get_params(ctx)
-        shown = [each for each in params if not getattr(each, "hidden", False)]
-        if len(shown) > 1 and shown[-1].name == "help":
-            shown[-1].rich_help_panel = getattr(shown[-2], "rich_help_panel", None)
-        return params
+    def write_dl(self, rows: Iterable[tuple[str, str]], *args: Any, **layout: Any) -> None:
+        whole = [(first, second.replace("-", _JOINT)) for first, second in rows]
+        super().write_dl(whole, *args, **layout)
+
+    def write_panels(self, panels: _Panels) -> None:
+        for panel, rows in panels.items():
+            with self.section(panel):
+                self.write_dl(rows)
+
+    def getvalue(self) -> str:
+        return super().getvalue().replace(_JOINT, "-")
 
 
-class CommandInFront(Command):
-    """Parses our options in front of another command; bad input is one line on stderr."""
+class _Context(click.Context):
+    formatter_class = _Formatter
 
-    prog: ClassVar[str]
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        try:
-            rest: list[str] = super().parse_args(ctx, args)
-            MemoryArguments(
-                **{each.name: ctx.params[each.name] for each in fields(MemoryArguments)}
-            )
-        except USAGE_ERROR as error:
-            self.refuse(error.format_message())
-        except ValueError as error:
-            self.refuse(str(error))
-        return rest
+class Argument(click.Argument):
+    """An argument with a help text, which click itself has from 8.5."""
 
-    @classmethod
-    def refuse(cls, reason: str, exit_code: int = EXIT_USAGE) -> NoReturn:
-        sys.stderr.write(f"{cls.prog}: {printable(reason)}\n")
-        sys.exit(exit_code)
+    panel = "Arguments"
 
-    @staticmethod
-    def select_given(params: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the options that differ from their defaults, in the form that `attach` takes."""
-        return {
-            option.name.removeprefix(PREFIX): params[option.name]
-            for option in fields(MemoryArguments)
-            if params[option.name] != option.default
-        }
+    def __init__(self, *args: Any, help: str, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.help: str = help
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str]:
+        return self.human_readable_name, self.help
+
+
+argument = partial(click.argument, cls=Argument)
+
+
+class Option(click.Option):
+    """An option in a panel of the help."""
+
+    def __init__(self, *args: Any, panel: str, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.panel = panel
+
+
+class Command(click.Command):
+    """Shows its options by panel."""
+
+    context_class = _Context
+
+    def panels(self, ctx: click.Context) -> _Panels:
+        """Return the options of each panel, with their help."""
+        panels: _Panels = {}
+        for param in self.get_params(ctx):
+            if record := param.get_help_record(ctx):
+                panels.setdefault(getattr(param, "panel", "Options"), []).append(record)
+        return panels
+
+    def format_options(self, ctx: click.Context, formatter: Any) -> None:
+        formatter.write_panels(self.panels(ctx))
+
+
+class Group(click.Group):
+    """Lists its commands by panel, in the order of their definition."""
+
+    context_class, command_class = _Context, Command
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [*self.commands]
+
+    def panel_of(self, name: str) -> str:
+        """Return the panel of a command."""
+        return "Commands"
+
+    def format_commands(self, ctx: click.Context, formatter: Any) -> None:
+        panels: _Panels = {}
+        for name in self.list_commands(ctx):
+            if command := self.get_command(ctx, name):
+                words = command.get_short_help_str(_WHOLE)
+                panels.setdefault(self.panel_of(name), []).append((name, words))
+        formatter.write_panels(panels)
 
 
 def take_options(
-    first: str = "", shown: Container[str] | None = None
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a command take dataclasses: each field with metadata is an option.
+    name: str, kind: type[Any], shown: Container[str] | None = None
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make a command take a dataclass: each field with metadata is an option.
 
     Args:
-        first: the first panel of the help.
+        name: the command's parameter.
+        kind: the dataclass.
         shown: the fields to list in the help; None: all.
     """
+    options = [each for each in fields(kind) if each.metadata]
 
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        own = Signature.from_callable(command).parameters.values()
-        options: list[Parameter] = []
-        for each in own:
-            kind: Any = each.annotation
-            if is_dataclass(kind):
-                options += [_option(one, shown) for one in fields(kind) if one.metadata]
-            else:
-                options.append(each.replace(kind=Parameter.KEYWORD_ONLY))
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(command)
+        def call_with_options(*args: Any, **given: Any) -> Any:
+            values = {each.name: given.pop(each.name) for each in options}
+            return command(*args, **given, **{name: kind(**values)})
 
-        def call_with_options(**given: Any) -> None:
-            command(**{each.name: _value_of(each, given) for each in own})
-
-        update_wrapper(call_with_options, command)
-        options.sort(key=lambda option: _panel(option) != first)
-        call_with_options.__signature__ = Signature(options)  # type: ignore[attr-defined]
-        return call_with_options
+        decorated: Callable[..., Any] = call_with_options
+        for each in reversed(options):
+            is_hidden = shown is not None and each.name not in shown
+            decorated = _option(each, is_hidden)(decorated)
+        return decorated
 
     return decorate
 
 
-def _option(each: "Field[Any]", shown: Container[str] | None) -> Parameter:
-    """Make a typer option of a field; text if Python would accept an object of any type."""
+def _option(each: "Field[Any]", is_hidden: bool) -> Callable[[Callable[..., Any]], Any]:
+    """Make an option of a field; text if Python would accept an object of any type."""
     about, words = each.metadata, each.metadata["help"]
-    if "panel" in about:
-        panel, metavar = about["panel"], about["metavar"]
-    else:  # of MemoryArguments: the help of an option ends with the name of its callback
-        panel = ""
-        if callback := re.search(r" \((\w+)\)$", words):
-            words, panel = words[: callback.start()], callback[1]
-        metavar = "N" if each.type in (int, float) else None
-    name = "preset" if each.name == "memory_preset" else each.name
-    # A switch that is off by default has no --no- form.
-    is_spelled = each.default is False or name != each.name
-    info = typer.Option(
-        *[f"--{name.replace('_', '-')}"] * is_spelled,
+    panel = about.get("panel", "")
+    # The help of an option of MemoryArguments ends with the name of its callback.
+    if callback := re.search(r" \((\w+)\)$", words) if "panel" not in about else None:
+        words, panel = words[: callback.start()], callback[1]
+    (kind,) = {*(get_args(each.type) or [each.type])} - {NoneType, Ellipsis}
+    is_switch = kind is bool
+    flag = f"--{each.name.replace('_', '-')}" if each.name != "memory_preset" else "--preset"
+    if is_switch and each.default is not False:
+        flag = f"{flag}/--no-{flag[2:]}"
+    return click.option(
+        flag,
+        each.name,
+        cls=Option,
+        panel=panel or "Options",
+        type={Any: str, Path: PATH}.get(kind, kind),
+        is_flag=is_switch or None,
+        multiple=get_origin(each.type) is tuple,
+        default=each.default,
         help=words,
-        metavar=metavar,
-        rich_help_panel=panel or None,
-        hidden=shown is not None and each.name not in shown,
+        metavar=about.get("metavar") or ("N" if kind in (int, float) else None),
+        hidden=is_hidden,
     )
-    kind: Any = str | None if each.type is Any else each.type
-    return Parameter(
-        each.name, Parameter.KEYWORD_ONLY, default=each.default, annotation=Annotated[kind, info]
-    )
-
-
-def _value_of(parameter: Parameter, given: Mapping[str, Any]) -> Any:
-    """Return the value of an option, or a dataclass of the values of several."""
-    if not is_dataclass(parameter.annotation):
-        return given[parameter.name]
-    make: Any = parameter.annotation
-    return make(**{each.name: given[each.name] for each in fields(make) if each.metadata})
-
-
-def _panel(option: Parameter) -> str | None:
-    return next((each.rich_help_panel for each in get_args(option.annotation)[1:]), None)
