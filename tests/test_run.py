@@ -103,7 +103,7 @@ def test_a_fork_and_a_child_do_not_speak_for_the_script(tmp_path: Path) -> None:
         (["no_such_script.py"], "cannot open no_such_script.py: No such file or directory"),
         (["-m", "no_such_package.module"], "there is no module no_such_package.module here"),
         ([], "name a script, or a module after -m"),
-        (["--memory-warn-fracton", "0.8", "train.py"], " --memory-warn-fraction)"),
+        (["--memory-warn-fracton", "0.8", "train.py"], "--memory-warn-fraction"),
         (["--preset", "memory-safe", "train.py"], "Did you mean memory_safe?"),
         (
             ["--memory_every_steps", "0", "train.py"],

@@ -3,7 +3,8 @@
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 # Version 5.23's Trainer reads the first names; the others are copies made at the start.
@@ -12,8 +13,12 @@ _OPTIONS = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
 _ANY = re.compile(r"(?<!\w)(?:activation|gradient)[-_]checkpointing([-_]kwargs)?")
 NAME, OPTIONS = _NAMES[1], _OPTIONS[1]  # as in the installed transformers
 CAN_OFFLOAD = False  # whether it supports `offload`, which moves checkpoints to main memory
-with suppress(PackageNotFoundError):
-    if [int(number) for number in re.findall(r"\d+", version("transformers"))[:2]] >= [5, 23]:
+with suppress(OSError, ValueError):
+    # Read from the file: importing importlib.metadata takes longer than `trainer-plugins explain`.
+    _spec = find_spec("transformers")
+    _text = Path(_spec.origin).read_text("utf-8") if _spec and _spec.origin else ""
+    _version = re.findall(r'^__version__ = "(\d+)\.(\d+)', _text, re.MULTILINE)
+    if _version and tuple(map(int, _version[0])) >= (5, 23):
         NAME, OPTIONS, CAN_OFFLOAD = _NAMES[0], _OPTIONS[0], True
 
 

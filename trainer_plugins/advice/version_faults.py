@@ -7,8 +7,6 @@ it to `FAULTS`, and its condition to `trainer_plugins/check/environment.py`.
 import re
 from dataclasses import dataclass
 
-from packaging.version import InvalidVersion, Version
-
 from trainer_plugins.advice.entry import Door
 from trainer_plugins.advice.of_moments import QUANTISED_EXPERTS, READ_BY_ONE_RANK
 from trainer_plugins.advice.of_training import CHECKPOINTING, NON_REENTRANT
@@ -33,6 +31,8 @@ class Fault:
 
     def is_in(self, version: str) -> bool:
         """Return whether a version has the fault; a version that cannot be read has not."""
+        from packaging.version import InvalidVersion, Version
+
         try:
             number = Version(Version(version).base_version)
         except InvalidVersion:

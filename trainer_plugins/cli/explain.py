@@ -13,8 +13,6 @@ from trainer_plugins.explain.answer import GRADES, Explanation
 from trainer_plugins.explain.log import explain_log
 from trainer_plugins.plug_in.flags import PATH, Command, argument
 from trainer_plugins.printable import printable
-from trainer_plugins.record.folder import output_dir_of
-from trainer_plugins.record.oom_record import open_oom_record
 from trainer_plugins.report.page import Indented, show
 
 _NO_OOM = 1
@@ -85,10 +83,13 @@ def _explain_path(path: str, predicts: bool) -> Explanation:
         from trainer_plugins.explain.run import explain_run
 
         return explain_run(Path(path), predicts)
-    if path.endswith(".json") and (record := open_oom_record(Path(path))) is not None:
+    if path.endswith(".json"):
         from trainer_plugins.explain.run import explain_record
+        from trainer_plugins.record.folder import output_dir_of
+        from trainer_plugins.record.oom_record import open_oom_record
 
-        return explain_record(record, output_dir_of(Path(path).parent), predicts)
+        if (record := open_oom_record(Path(path))) is not None:
+            return explain_record(record, output_dir_of(Path(path).parent), predicts)
     with Path(path).open("rb") as file:
         return explain_log(file, path, predicts)
 

@@ -12,7 +12,6 @@ from trainer_plugins.explain.text.excerpt import Excerpt, find_oom
 from trainer_plugins.explain.text.explain import explain_excerpt
 from trainer_plugins.printable import printable
 from trainer_plugins.record.folder import output_dir_of, places_of_run, read_one
-from trainer_plugins.record.oom_record import OomRecord
 
 # The message of `upkeep/post_mortem.py` about a record. We follow no other name found in a log.
 _NAMED = re.compile(
@@ -36,6 +35,8 @@ def explain_log(stream: BinaryIO, subject: str, predicts: bool = False) -> Expla
     named = list(dict.fromkeys(_find_named_records(excerpt)))
     for each in named:
         for path, folder in _places(each, Path(subject).parent):
+            from trainer_plugins.record.oom_record import OomRecord
+
             record = read_one(path, OomRecord)
             # A record of an earlier or later run may have the same path.
             if record is not None and record.words == each.words:

@@ -13,7 +13,6 @@ from functools import cache
 from io import BufferedReader, FileIO
 from itertools import count
 from pathlib import Path
-from secrets import token_hex
 from types import UnionType
 from typing import Any, BinaryIO, Literal, TypeVar, get_args, get_origin
 
@@ -112,7 +111,7 @@ def open_regular(path: Path, mode: str) -> FileIO:
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Write a draft with a new file's mode; it replaces `path` unless the block raises."""
-    draft = path.with_name(f".{path.name}.{token_hex(8)}")
+    draft = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
     # "x" is O_CREAT | O_EXCL: anything that already exists, even a symlink, is an error.
     with open(draft, "xb") as file:
         try:

@@ -12,7 +12,6 @@ from itertools import islice
 from json.encoder import encode_basestring_ascii as _quoted
 from operator import attrgetter
 from pathlib import Path
-from secrets import token_hex
 from time import time
 from typing import get_args
 from weakref import WeakValueDictionary
@@ -32,7 +31,9 @@ _YEAR_10000_SECONDS = 253_402_300_800
 
 CUT_OFF = ".cut-off"  # suffix of a file beside the timeline, empty so that it fits on a full disk
 
-PROCESS = token_hex(4)  # this process's name here: two launches may write into one folder at a time
+PROCESS = os.urandom(
+    4
+).hex()  # this process's name here: two launches may write into one folder at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

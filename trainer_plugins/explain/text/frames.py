@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from trainer_plugins.explain.shared import quote
 from trainer_plugins.explain.text.excerpt import LogLine
-from trainer_plugins.record import oom_record
+from trainer_plugins.record.shown import Frame
 from trainer_plugins.snapshot.owners import is_ours, is_users
 
 _MOST_LINES = 600
@@ -23,7 +23,7 @@ _HEAD = re.compile(r"Traceback \(most recent call last\)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TracebackFrame(oom_record.Frame):
+class TracebackFrame(Frame):
     """Names one call of a traceback; its line is 0 and its code empty if not shown."""
 
     @property
