@@ -2,6 +2,7 @@
 
 import json
 import os
+import pty
 import re
 import socket
 import subprocess
@@ -85,8 +86,11 @@ def test_an_explanation_keeps_its_indent_where_a_terminal_wraps_it(tmp_path: Pat
         " capacity of 23.55 GiB of which 1.20 GiB is free. Of the allocated memory 20.00 GiB is"
         " allocated by PyTorch, and 1.00 GiB is reserved by PyTorch but unallocated.\n"
     )
-    terminal = {"FORCE_COLOR": "1", "COLUMNS": "60"}
-    on_terminal = CliRunner().invoke(app, ["explain", str(log)], env=terminal).output
+    ours, terminal = pty.openpty()
+    words = [sys.executable, "-m", "trainer_plugins", "explain", str(log)]
+    subprocess.run(words, check=True, stdout=terminal, env={**os.environ, "COLUMNS": "60"})
+    on_terminal = os.read(ours, 1 << 16).decode()
+    assert "\x1b[1m" in on_terminal
     lines = re.sub(r"\x1b\[[\d;]*m", "", on_terminal).splitlines()
     assert {line[:4].strip() for line in lines} == {"Caus", "Try", "Or", "More", ""}
     assert max(map(len, lines)) <= 60

@@ -2,10 +2,11 @@
 
 import sys
 from pathlib import Path
+from shutil import get_terminal_size
+from textwrap import wrap
+from typing import Any
 
 import click
-from rich.console import Group
-from rich.text import Text
 
 from trainer_plugins.cli.as_json import print_json
 from trainer_plugins.cli.typed_options import bad_parameters, take_as_json
@@ -13,9 +14,10 @@ from trainer_plugins.explain.answer import GRADES, Explanation
 from trainer_plugins.explain.log import explain_log
 from trainer_plugins.plug_in.flags import PATH, Command, argument
 from trainer_plugins.printable import printable
-from trainer_plugins.report.page import Indented, show
 
 _NO_OOM = 1
+_FIRST: dict[str, Any] = {"fg": "green", "bold": True}
+_WIDE = 10_000  # characters: nothing wraps in a file
 _PICKLE = b"\x80"  # the first byte of a pickle (protocol 2 and later), but of no log
 
 
@@ -121,33 +123,35 @@ def _print(answer: Explanation, is_snapshot: bool, verbose: bool) -> None:
         heading, facts = "no out-of-memory error found in it", [*answer.facts]
         if is_snapshot and facts:
             heading = facts.pop(0)
-        lines = (Text(printable(line), "dim") for line in (*facts, *answer.unknown))
-        show(Group(Text(printable(f"{answer.subject}: {heading}")), *lines))
+        _print_line(f"{answer.subject}: {heading}", indent=0)
+        for line in (*facts, *answer.unknown):
+            _print_line(line, indent=0, dim=True)
         return
     if not verbose:
-        briefly = []
         for label, text in answer.brief():
-            style = "bold green" if label == "Try" else ""
-            said = Text(printable(text), style)
-            briefly.append(Indented(said, 7, Text(label, "bold")))
-        show(Group(*briefly))
+            _print_line(text, label, **_FIRST if label == "Try" else {})
         return
     first, *others = answer.causes
-    summary = Text(printable(first.summary)).append(f"  [{first.grade}: {first.code}]", "dim")
-    parts = [Indented(summary, 7, Text("Cause", "bold"))]
-    parts += [Indented(Text(printable(line)), 7) for line in first.evidence]
-    parts += [Indented(Text(printable(fact), "dim"), 7) for fact in answer.facts]
+    _print_line(f"{first.summary}  [{first.grade}: {first.code}]", "Cause")
+    for line in first.evidence:
+        _print_line(line)
+    for line in answer.facts:
+        _print_line(line, dim=True)
     if first.doubt:
-        parts.append(Indented(Text(f"Not known: {printable(first.doubt)}.", "yellow"), 7))
+        _print_line(f"Not known: {first.doubt}.", fg="yellow")
     for cause in others:
-        words = f"Also possible ({cause.code}): {printable(cause.summary)}"
-        parts.append(Indented(Text(words), 7))
+        _print_line(f"Also possible ({cause.code}): {cause.summary}")
     for number, remedy in enumerate(answer.remedies):
-        begin = Text({0: "Try", 1: "Or"}.get(number, ""), "bold")
-        parts.append(Indented(Text(printable(remedy.do), "bold green"), 7, begin))
+        _print_line(remedy.do, {0: "Try", 1: "Or"}.get(number, ""), **_FIRST)
         when = f"If the cause is {remedy.cause}: " if remedy.cause != first.code else ""
-        effect = f"{when}{' '.join(remedy.words.splitlines())} ({GRADES[remedy.grade]})"
-        parts.append(Indented(Text(printable(effect)), 9))
+        _print_line(f"{when}{remedy.words} ({GRADES[remedy.grade]})", indent=9)
     for line in answer.unknown:
-        parts.append(Indented(Text(printable(line), "dim"), 9, Text("Unknown:", "dim")))
-    show(Group(*parts))
+        _print_line(line, "Unknown:", indent=9, dim=True)
+
+
+def _print_line(text: str, label: str = "", *, indent: int = 7, **style: Any) -> None:
+    """Print text behind a label; a terminal gets shorter lines, all of them indented."""
+    width = max(20, get_terminal_size().columns - indent) if sys.stdout.isatty() else _WIDE
+    for line in wrap(printable(text), width, break_on_hyphens=False):
+        click.echo(click.style(f"{label:{indent}}", bold=True) + click.style(line, **style))
+        label = ""

@@ -18,6 +18,7 @@ SETTINGS: Mapping[str, Any] = {
     "help_option_names": ["-h", "--help"],
     "max_content_width": 100,
     "show_default": True,
+    "color": False if os.environ.get("NO_COLOR") else None,
 }
 
 _Panels = dict[str, list[tuple[str, str]]]
