@@ -17,8 +17,8 @@ with suppress(OSError, ValueError):
     # Read from the file: importing importlib.metadata takes longer than `trainer-plugins explain`.
     _spec = find_spec("transformers")
     _text = Path(_spec.origin).read_text("utf-8") if _spec and _spec.origin else ""
-    _version = re.findall(r'^__version__ = "(\d+)\.(\d+)', _text, re.MULTILINE)
-    if _version and tuple(map(int, _version[0])) >= (5, 23):
+    _numbers = re.search(r'^__version__ = "(\d+)\.(\d+)', _text, re.MULTILINE)
+    if _numbers and (int(_numbers[1]), int(_numbers[2])) >= (5, 23):
         NAME, OPTIONS, CAN_OFFLOAD = _NAMES[0], _OPTIONS[0], True
 
 

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from difflib import get_close_matches
-from importlib.metadata import entry_points
 
 GROUP = "trainer_plugins.presets"  # the entry points that offer a `Preset`
 CUDA_CACHE = "trainer_plugins.callbacks.CudaCacheCallback"
@@ -54,6 +53,8 @@ def preset(name: str) -> Preset:
     for ours in PRESETS:
         if ours.name == name:
             return ours
+    from importlib.metadata import entry_points
+
     offered = entry_points(group=GROUP)
     if name not in offered.names:
         names = [ours.name for ours in PRESETS] + sorted(offered.names)

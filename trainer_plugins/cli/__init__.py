@@ -11,32 +11,21 @@ from trainer_plugins import __version__
 from trainer_plugins.plug_in.flags import SETTINGS, Group
 from trainer_plugins.printable import printable
 
-_BEFORE, _DURING, _AFTER = "Before the run", "During the run", "After the run"
-_PANELS = {
-    "check": _BEFORE,
-    "plan": _BEFORE,
-    "env": _BEFORE,
-    "configs": _BEFORE,
-    "exec": _DURING,
-    "top": _DURING,
-    "report": _AFTER,
-    "explain": _AFTER,
+_PANELS: Any = {
+    **dict.fromkeys(("check", "plan", "env", "configs"), "Before the run"),
+    **dict.fromkeys(("exec", "top"), "During the run"),
+    **dict.fromkeys(("report", "explain"), "After the run"),
 }
 
 
 class _Commands(Group):
     """Has a module for each command; reports bad input in one harmless line."""
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return [*_PANELS]
-
-    def panel_of(self, name: str) -> str:
-        return _PANELS[name]
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+    def get_command(self, ctx: click.Context, cmd_name: str) -> Any:
         if cmd_name not in _PANELS:
             return None
-        command: click.Command = getattr(import_module(f"{__name__}.{cmd_name}"), cmd_name)
+        command = getattr(import_module(f"{__name__}.{cmd_name}"), cmd_name)
+        command.panel = _PANELS[cmd_name]
         return command
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -45,9 +34,12 @@ class _Commands(Group):
         except click.UsageError as error:
             error.message = "\n".join(map(printable, error.message.split("\n")))  # type: ignore[misc]
             raise
+        except KeyboardInterrupt:
+            raise SystemExit(130) from None  # as a shell does
 
 
-@click.group("trainer-plugins", cls=_Commands, context_settings=SETTINGS)
+# Of `commands` only the names are read.
+@click.group("trainer-plugins", cls=_Commands, commands=_PANELS, context_settings=SETTINGS)
 @click.version_option(__version__, message="trainer-plugins %(version)s")
 def app() -> None:
     """Predict the memory of Hugging Face Trainer runs, survive OOM, and explain both."""

@@ -39,7 +39,7 @@ from trainer_plugins.report.plans_text import (
     search_report,
 )
 
-_EXIT_DOES_NOT_FIT, _EXIT_INTERRUPTED = 3, 130
+_EXIT_DOES_NOT_FIT = 3
 
 take_as_json = click.option(
     "--json", "as_json", cls=Option, panel=MOST_USED, is_flag=True, help="Print JSON."
@@ -172,7 +172,7 @@ def _show_search(variations: Sequence[Variations], as_json: bool) -> bool:
         result = all_of([each.search(show_line) for each in variations])
     except KeyboardInterrupt:
         _show_so_far(lines, as_json)
-        raise SystemExit(_EXIT_INTERRUPTED) from None
+        raise
     if as_json:
         print_json("plan --search", result)
     else:

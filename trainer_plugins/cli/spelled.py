@@ -40,20 +40,20 @@ def _translate(words: Sequence[str], own: Mapping[str, Any]) -> Iterator[str]:
     for name, word, values in flags:
         flag = f"--{_SAME.get(name, name).replace('_', '-')}"
         option = own.get(flag)
+        truth = _TRUTHS.get(values[0].lower()) if values else None
         if name in _NO_INFLUENCE:
             continue
         if name == _ADAPTER:
-            if _is_true(values) and not has_rank:
+            if truth is not False and not has_rank:
                 yield from ("--lora-r", _RANK)
         elif option is None:
             yield from (word, *values)
         elif option.is_flag:
-            is_truth = values[:1] and values[0].lower() in _TRUTHS
-            if not is_truth or _TRUTHS[values[0].lower()]:
+            if truth is not False:
                 yield flag
             elif option.secondary_opts:
                 yield option.secondary_opts[0]
-            yield from values[1 if is_truth else 0 :]
+            yield from values[truth is not None :]
         else:
             yield from (flag, ",".join(values)) if name in _SAME else (flag, *values)
 
@@ -71,10 +71,6 @@ def _flags(words: Sequence[str]) -> Iterator[tuple[str, str, list[str]]]:
             values.append(words[at])
             at += 1
         yield spelt[2:].replace("-", "_"), spelt, values
-
-
-def _is_true(values: Sequence[str]) -> bool:
-    return not values or _TRUTHS.get(values[0].lower(), True)
 
 
 def _is_flag(word: str) -> bool:

@@ -21,9 +21,7 @@ SETTINGS: Mapping[str, Any] = {
     "color": False if os.environ.get("NO_COLOR") else None,
 }
 
-_Panels = dict[str, list[tuple[str, str]]]
 _JOINT = "\u2011"  # a hyphen at which no line breaks
-_WHOLE = 1000  # characters: more than any first sentence has
 
 
 def assign_variables(words: Sequence[str]) -> list[str]:
@@ -33,6 +31,18 @@ def assign_variables(words: Sequence[str]) -> list[str]:
         name, _, value = rest.pop(0).partition("=")
         os.environ[name] = value
     return rest
+
+
+_Row = tuple[click.Parameter | click.Command, tuple[str, str] | None]
+
+
+def sort_by_panel(rows: Iterable[_Row]) -> dict[str, list[tuple[str, str]]]:
+    """Return the rows of a help by the panel of their parameter or command."""
+    panels: dict[str, list[tuple[str, str]]] = {}
+    for each, row in rows:
+        if row is not None:
+            panels.setdefault(getattr(each, "panel", "Options"), []).append(row)
+    return panels
 
 
 class _Formatter(click.HelpFormatter):
@@ -45,10 +55,10 @@ class _Formatter(click.HelpFormatter):
         whole = [(first, second.replace("-", _JOINT)) for first, second in rows]
         super().write_dl(whole, *args, **layout)
 
-    def write_panels(self, panels: _Panels) -> None:
-        for panel, rows in panels.items():
+    def write_panels(self, rows: Iterable[_Row]) -> None:
+        for panel, records in sort_by_panel(rows).items():
             with self.section(panel):
-                self.write_dl(rows)
+                self.write_dl(records)
 
     def getvalue(self) -> str:
         return super().getvalue().replace(_JOINT, "-")
@@ -85,18 +95,14 @@ class Option(click.Option):
 class Command(click.Command):
     """Shows its options by panel."""
 
-    context_class = _Context
+    context_class, panel = _Context, "Commands"
 
-    def panels(self, ctx: click.Context) -> _Panels:
-        """Return the options of each panel, with their help."""
-        panels: _Panels = {}
-        for param in self.get_params(ctx):
-            if record := param.get_help_record(ctx):
-                panels.setdefault(getattr(param, "panel", "Options"), []).append(record)
-        return panels
+    def rows(self, ctx: click.Context) -> list[_Row]:
+        """Return the rows of the help for arguments and options."""
+        return [(each, each.get_help_record(ctx)) for each in self.get_params(ctx)]
 
     def format_options(self, ctx: click.Context, formatter: Any) -> None:
-        formatter.write_panels(self.panels(ctx))
+        formatter.write_panels(self.rows(ctx))
 
 
 class Group(click.Group):
@@ -107,17 +113,10 @@ class Group(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [*self.commands]
 
-    def panel_of(self, name: str) -> str:
-        """Return the panel of a command."""
-        return "Commands"
-
     def format_commands(self, ctx: click.Context, formatter: Any) -> None:
-        panels: _Panels = {}
-        for name in self.list_commands(ctx):
-            if command := self.get_command(ctx, name):
-                words = command.get_short_help_str(_WHOLE)
-                panels.setdefault(self.panel_of(name), []).append((name, words))
-        formatter.write_panels(panels)
+        names = self.list_commands(ctx)
+        commands: Any = [(name, self.get_command(ctx, name)) for name in names]
+        formatter.write_panels((c, (name, c.get_short_help_str(1000))) for name, c in commands)
 
 
 def take_options(
@@ -138,11 +137,9 @@ def take_options(
             values = {each.name: given.pop(each.name) for each in options}
             return command(*args, **given, **{name: kind(**values)})
 
-        decorated: Callable[..., Any] = call_with_options
         for each in reversed(options):
-            is_hidden = shown is not None and each.name not in shown
-            decorated = _option(each, is_hidden)(decorated)
-        return decorated
+            _option(each, shown is not None and each.name not in shown)(call_with_options)
+        return call_with_options
 
     return decorate
 

@@ -1,7 +1,6 @@
 """Print pages in the terminal: foreign text is harmless, and no figure is cut off."""
 
 from collections.abc import Container, Iterator
-from dataclasses import dataclass, field
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.measure import Measurement
@@ -37,23 +36,6 @@ def plain_table(first: str, *others: str, left: Container[str] = ()) -> Table:
     for other in others:
         table.add_column(other, justify="left" if other in left else "right", overflow="fold")
     return table
-
-
-@dataclass(frozen=True, slots=True)
-class Indented:
-    """Renders text behind a label, and indents wrapped lines."""
-
-    text: Text
-    indent: int
-    label: Text = field(default_factory=Text)
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        label = self.label.copy()
-        for line in self.text.wrap(console, max(20, options.max_width - self.indent)):
-            label.pad_right(self.indent - len(label))
-            line.rstrip()
-            yield label + line
-            label = Text()
 
 
 def to_paste(line: str) -> Text:

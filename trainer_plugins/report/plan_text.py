@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from trainer_plugins.allocator.model import SMALL_SEGMENT_BYTES
@@ -14,7 +14,7 @@ from trainer_plugins.planner.plan import (
     describe_least_seconds,
     peak_until_resume,
 )
-from trainer_plugins.report.page import Indented, plain_table, to_paste
+from trainer_plugins.report.page import plain_table, to_paste
 from trainer_plugins.units import MIB, percent, size
 
 _MUCH_MAIN_MEMORY = 4 << 30  # a change that takes this much more says so
@@ -61,8 +61,10 @@ def _verdicts(plan: MemoryPlan) -> list[RenderableType]:
     return [Text(verdict(plan), style=style), *host]
 
 
-def _label(label: str, text: str) -> Indented:
-    return Indented(Text(text), 10, Text(label, "bold"))
+def _label(label: str, text: str) -> Table:
+    row = Table.grid(Column(style="bold", width=10), Column())
+    row.add_row(label, text)
+    return row
 
 
 def verdict(plan: MemoryPlan) -> str:
