@@ -31,7 +31,7 @@ def part(name: str, command: Any) -> Iterator[str]:
     for paragraph in command.help.split("\n\n"):
         words = " ".join(paragraph.split())
         yield re.sub(r"^(Example: (?=.)|(?=trainer-plugins ))(.*)", r"\1`\2`", words) + "\n"
-    panels = sort_by_panel(command.rows(click.Context(command, show_default=True)))
+    panels = sort_by_panel(command.list_rows(click.Context(command, show_default=True)))
     plain = [*panels.pop("Arguments", ()), *panels.pop("Options")]
     for panel, records in {"": plain, **panels}.items():
         yield from [f"**{panel}**\n"] if panel else []

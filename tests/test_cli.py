@@ -99,6 +99,14 @@ def test_an_explanation_keeps_its_indent_where_a_terminal_wraps_it(tmp_path: Pat
     assert len(lines) > len(in_a_file.splitlines())
 
 
+def test_an_explanation_of_a_log_imports_little() -> None:
+    words = [sys.executable, "-X", "importtime", "-m", "trainer_plugins", "explain"]
+    log = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+    done = subprocess.run(words, check=True, capture_output=True, text=True, input=log)
+    heavy = {"torch", "rich", "pydantic", "importlib.metadata", "trainer_plugins.record.timeline"}
+    assert {line.split()[-1] for line in done.stderr.splitlines()} & heavy == set()
+
+
 def test_the_version() -> None:
     assert command("--version").stdout == f"trainer-plugins {__version__}\n"
 

@@ -28,7 +28,7 @@ from trainer_plugins.planner.compare.lines import Interrupted, SearchLine, all_o
 from trainer_plugins.planner.compare.saved import ExplainedChanges, changes_of
 from trainer_plugins.planner.options import MOST_USED, RunOptions, option
 from trainer_plugins.planner.plan import PlanError
-from trainer_plugins.plug_in.flags import Option, take_options
+from trainer_plugins.plug_in.flags import PanelOption, take_options
 from trainer_plugins.report.page import show
 from trainer_plugins.report.plan_text import brief_report, plan_report, verdict
 from trainer_plugins.report.plans_text import (
@@ -42,7 +42,7 @@ from trainer_plugins.report.plans_text import (
 _EXIT_DOES_NOT_FIT = 3
 
 take_as_json = click.option(
-    "--json", "as_json", cls=Option, panel=MOST_USED, is_flag=True, help="Print JSON."
+    "--json", "as_json", cls=PanelOption, panel=MOST_USED, is_flag=True, help="Print JSON."
 )
 
 _OTHER = "Other answers"

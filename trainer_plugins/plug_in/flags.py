@@ -84,7 +84,7 @@ class Argument(click.Argument):
 argument = partial(click.argument, cls=Argument)
 
 
-class Option(click.Option):
+class PanelOption(click.Option):
     """An option in a panel of the help."""
 
     def __init__(self, *args: Any, panel: str, **settings: Any) -> None:
@@ -97,12 +97,12 @@ class Command(click.Command):
 
     context_class, panel = _Context, "Commands"
 
-    def rows(self, ctx: click.Context) -> list[_Row]:
+    def list_rows(self, ctx: click.Context) -> list[_Row]:
         """Return the rows of the help for arguments and options."""
         return [(each, each.get_help_record(ctx)) for each in self.get_params(ctx)]
 
     def format_options(self, ctx: click.Context, formatter: Any) -> None:
-        formatter.write_panels(self.rows(ctx))
+        formatter.write_panels(self.list_rows(ctx))
 
 
 class Group(click.Group):
@@ -159,7 +159,7 @@ def _option(each: "Field[Any]", is_hidden: bool) -> Callable[[Callable[..., Any]
     return click.option(
         flag,
         each.name,
-        cls=Option,
+        cls=PanelOption,
         panel=panel or "Options",
         type={Any: str, Path: PATH}.get(kind, kind),
         is_flag=is_switch or None,
