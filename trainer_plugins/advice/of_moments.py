@@ -24,8 +24,8 @@ EVALUATION_GUARD = replace(
     ARGMAX_LOGITS, code='callbacks=[trainer_plugins.EvaluationGuard(logits_to="argmax")]'
 )
 OUTPUTS_TO_MAIN_MEMORY = Advice(
-    effect="moves outputs to main memory after each batch",
-    price="main memory must hold all outputs, and the evaluation is slower",
+    effect="moves outputs to main memory after that many batches",
+    price="main memory must hold all outputs, at the end twice; the evaluation is slower",
     trainer="--eval_accumulation_steps STEPS",
     unfilled="--eval_accumulation_steps 1",
 )
