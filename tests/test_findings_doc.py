@@ -55,7 +55,7 @@ def test_the_page_and_the_code_agree() -> None:
 
 
 def test_the_index_has_the_severities_of_each_code() -> None:
-    built = defaultdict(set)
+    built: defaultdict[str, set[str]] = defaultdict(set)
     for path in paths():
         for code, severities in codes_and_severities(ast.parse(path.read_text())):
             built[code] |= severities
