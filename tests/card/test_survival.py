@@ -70,7 +70,9 @@ def test_a_divided_run_has_the_weights_of_the_one_that_fits(
     assert trainer.state.epoch == 1.0
     told = [each for each in findings(trainer) if each.code.startswith("out-of-memory")]
     assert [each.code for each in told] == ["out-of-memory-survived"]
-    assert told[0].summary.startswith(f"{ROWS} rows ({ROWS * LENGTH} tokens with padding) did not")
+    assert told[0].summary.startswith(
+        f"{ROWS} rows ({ROWS * LENGTH} tokens, including padding) did not"
+    )
     assert f"in {ROWS // PIECE} pieces of at most {PIECE} rows" in told[0].summary
     assert losses(trainer) == pytest.approx(fitting_losses, rel=2e-5)
     assert all(map(torch.equal, weights(trainer), fitting_weights))
@@ -99,7 +101,7 @@ def test_an_error_in_the_thread_of_the_backward_pass_is_survived(make_trainer) -
     assert trainer.state.global_step == STEPS
     told = [each for each in findings(trainer) if each.code.startswith("out-of-memory")]
     assert [each.code for each in told] == ["out-of-memory-survived"]
-    assert "did not fit in the backward pass" in told[0].summary
+    assert "ran out of memory in the backward pass" in told[0].summary
     assert_equal_but_for_rounding(trainer, whole_weights, whole_losses)
 
 

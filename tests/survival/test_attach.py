@@ -99,7 +99,7 @@ def test_it_is_told_in_words_in_the_timeline_and_in_the_history(tmp_path, caplog
     ]
     assert len(told) == 2
     assert told[0].startswith(
-        "step 1: [out-of-memory-survived] 4 rows (52 tokens with padding) did not fit in the backward pass; "
+        "step 1: [out-of-memory-survived] 4 rows (52 tokens, including padding) ran out of memory in the backward pass; "
         "the micro-batch was computed in 2 pieces of at most 2 rows (1 failed attempt, "
     )
     assert (
@@ -107,7 +107,7 @@ def test_it_is_told_in_words_in_the_timeline_and_in_the_history(tmp_path, caplog
         in told[0]
     )
     assert "step 2" in told[1]
-    assert "did not fit in the forward pass" in told[1]
+    assert "ran out of memory in the forward pass" in told[1]
     assert [entry.step for entry in remarks(tmp_path, "out-of-memory-survived")] == [1, 2]
     assert [
         logs["out_of_memory_survived"] for logs in trainer.state.log_history if "loss" in logs
@@ -242,12 +242,12 @@ def test_a_second_training_goes_on_with_what_the_first_has_switched_on(tmp_path)
         (
             {"ladder": ()},
             1,
-            "nothing smaller to try than 1 row (13 tokens with padding), and nothing left to",
+            "nothing smaller to try than 1 row (13 tokens, including padding), and nothing left to",
         ),
         (
             {"ladder": (), "min_micro_batch": 3},
             4,
-            "nothing smaller to try than 4 rows (52 tokens with padding)",
+            "nothing smaller to try than 4 rows (52 tokens, including padding)",
         ),
     ],
 )

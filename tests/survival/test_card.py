@@ -89,7 +89,7 @@ def test_it_ends_as_on_a_card_that_is_large_enough(
     )
     told = findings(tmp_path / "small")
     assert told[0].summary.startswith(
-        f"64 rows (4096 tokens with padding) did not fit in the {phase} pass; "
+        f"64 rows (4096 tokens, including padding) ran out of memory in the {phase} pass; "
     )
     codes = {finding.code for finding in told} - {
         "allocator-thrashing"
@@ -110,8 +110,9 @@ def test_a_card_too_small_for_one_row_says_what_was_tried(tmp_path, simgpu) -> N
         trained(tmp_path, simgpu, 2, model={"vocab_size": 512}, length=256)
 
     assert str(raised.value).startswith("CUDA out of memory. Tried to allocate")
-    assert "nothing smaller to try than 1 row (256 tokens with padding), and nothing left" in str(
-        raised.value
+    assert (
+        "nothing smaller to try than 1 row (256 tokens, including padding), and nothing left"
+        in str(raised.value)
     )
     assert [finding.code for finding in findings(tmp_path)] == ["out-of-memory-refused"]
 
@@ -173,7 +174,7 @@ def test_what_a_failed_attempt_computed_is_freed(
 ) -> None:
     trained(tmp_path, simgpu, capacity_mib, hook=hook, **kwargs)
 
-    assert f"did not fit in the {phase} pass" in findings(tmp_path)[0].summary
+    assert f"ran out of memory in the {phase} pass" in findings(tmp_path)[0].summary
     assert {finding.code for finding in findings(tmp_path)} == {"out-of-memory-survived"}
 
 

@@ -57,7 +57,7 @@ def test_dividing_beforehand_is_said_once_and_counted(
     assert told.startswith(
         "step 1: [micro-batches-divided] micro-batches that do not fit are computed in pieces: 64 rows"
     )
-    assert "64 rows (4096 tokens with padding) in " in told
+    assert "64 rows (4096 tokens, including padding) in " in told
     assert "a rehearsal, an earlier failure or rows_at_once set the limit" in told
     assert not [line for line in warned if "survived" in line], "nothing failed"
     assert [entry.step for entry in remarks(tmp_path, "micro-batches-divided")] == [1]

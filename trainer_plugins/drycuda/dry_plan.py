@@ -174,9 +174,10 @@ def _drop_card(plan: MemoryPlan, host: HostLimits) -> MemoryPlan:
 
 def _describe_training(seen: Mapping[str, Any], run: DryRun) -> dict[str, str]:
     tokens = f" of {seen['tokens']:,} tokens" if seen["tokens"] else ""
+    num_ranks = seen["world_size"]
     return {
         "model": f"{seen['model']}, trained by {seen['trainer']}",
-        "rows": f"{seen['rows']} at once{tokens}, on {seen['world_size']} ranks",
+        "rows": f"{seen['rows']} at once{tokens}, on {num_ranks} rank{'s' * (num_ranks > 1)}",
         "command": shlex.join(run.command),
         **({"quantised": "its base"} if seen["is_quantised"] else {}),
         **({"card": run.card.guess} if run.card.guess else {}),

@@ -99,7 +99,8 @@ def name_largest(plan: MemoryPlan) -> str:
     named = ", ".join(f"{size(num)} {name}" for name, num in most if num >= _SHOWN_BYTES)
     needed, held = plan.smallest_card_bytes, plan.nvidia_smi_peak_bytes
     if needed and plan.capacity_bytes and held > plan.capacity_bytes:
-        return f"{named}; with CUDA's context at least {size(needed)}"  # a full card has no cache
+        # a full card has no cache
+        return f"{named}; with all else and CUDA's context at least {size(needed)}"
     return f"{named}; with the cache and CUDA's context {size(held)}"
 
 

@@ -11,8 +11,8 @@ from trainer_plugins.survival.micro_batch import Piece
 
 UNCHANGED = "No action needed: gradient, effective batch and schedule are unchanged."
 SMALLER_MICRO_BATCH = (
-    f"{advice.SMALLER_MICRO_BATCH.flag(Door.ARGUMENTS)} (not if `gradient-summed` of"
-    " docs/findings.md is about your loss)"
+    f"{advice.SMALLER_MICRO_BATCH.flag(Door.ARGUMENTS)} (unless the finding `gradient-summed`"
+    " is about your loss)"
 )
 
 
@@ -23,7 +23,7 @@ class Story:
     unit: str  # its examples, in the plural: "rows"
     has_tokens: bool
     failures: list[DidNotFit] = field(default_factory=list)
-    tried: str = ""  # the first size that did not fit: "8 rows (4096 tokens with padding)"
+    tried: str = ""  # the first size that did not fit: "8 rows (4096 tokens, including padding)"
     phase: str = ""  # the pass in which that happened: "forward" or "backward"
     pieces: list[int] = field(default_factory=list)  # their sizes, in order
     switched_on: list[str] = field(default_factory=list)
@@ -35,7 +35,7 @@ class Story:
         return f"{num} {self.unit}" if num != 1 else f"1 {self.unit[:-1]}"
 
     def describe(self, piece: Piece) -> str:
-        tokens = f" ({piece.num_cells} tokens with padding)" if self.has_tokens else ""
+        tokens = f" ({piece.num_cells} tokens, including padding)" if self.has_tokens else ""
         return self.count(piece.num) + tokens
 
     def note_failure(self, failure: DidNotFit, piece: Piece, phase: str) -> None:
@@ -91,7 +91,7 @@ class Story:
     def _name_failure(self) -> str:
         if not self.failures[0].is_here:
             return "the part that another rank computed did not fit"
-        return f"{self.tried} did not fit in the {self.phase} pass"
+        return f"{self.tried} ran out of memory in the {self.phase} pass"
 
     def _pieces(self) -> str:
         num, largest = len(self.pieces), max(self.pieces)
