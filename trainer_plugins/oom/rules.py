@@ -291,8 +291,8 @@ RULES = (
     # the signal stands near a word for ending, in either order.
     _killed(
         r"(?i:\b(?:exit\w{0,8}|rc|return(?:ed|s)?[_ -]?(?:code|value|status))"
-        r"(?![\w-])[^\n\d\[+]{0,40}?(?<![\w.+-])\(?(?:-9|137)(?![\w%-]|\.\d)"
-        r"|\b(?:ended|died|terminated|killed)\b[^\n\d\[+]{0,24}?(?<![\w.+-])-9(?![\w%-]|\.\d)"
+        r"(?![\w-])[^\n\d\[+]{0,40}?(?<![\w.+-])\(?(?:-9|137)(?![A-Za-z0-9_%-]|\.\d)"
+        r"|\b(?:ended|died|terminated|killed)\b[^\n\d\[+]{0,24}?(?<![\w.+-])-9(?![A-Za-z0-9_%-]|\.\d)"
         r"|(?<![\w.+\[-])(?:-9|137)\b[^\n\d]{0,12}?\b(?:exit|return)[_ -]?(?:code|status|value))"
         r"|(?<!closing )(?<!nding )(?<!send )\b[Ss]ignals?\b[^\n\w]{1,6}"
         r"(?:9\b(?!\.)|SIGKILL|killed\b)|<Signals\.SIGKILL"

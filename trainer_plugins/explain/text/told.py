@@ -17,6 +17,7 @@ _SAID: tuple[tuple[Source, str, str], ...] = (
         r"|No available memory for the cache blocks",
     ),
     ("host", "", r"(?i:\berror 1455)"),
+    ("shared", "", r"(?i:\bbus error\b|\binsufficient shared mem|/dev/shm)|共享内存(?:不足|不够)"),
     (
         "host",
         KILLED_FROM_OUTSIDE,
@@ -51,6 +52,9 @@ _ON_MEMORY = re.compile(r"(?i)memory|\boom|显存|cuda|alloc|optimizer\.step")
 _ON_CARDS = re.compile(
     r"(?i)\bV?RAM\b|显存|\b(?:gpu|cuda|peak) memory\b|\bmemory (?:us|spike|leak|footprint)"
     r"|lora|\bfull\b|全[参量]"
+    # whether a model or a method runs on these cards is a question of their memory
+    r"|\b(?:can|could|possible|enough|minimum|requir\w*|need\w*|how many)\b[^?\n]{0,80}?"
+    r"(?:\bGPUs?\b|(?<![a-z0-9])(?:[ahlbv]\d{2,3}|(?:rtx ?)?[345]0[6-9]0|t4)(?![a-z0-9]))"
 )
 _ASKS = re.compile(r"\w[)\"'`]?[?\uff1f](?:\s|$)")
 _AN_ERROR = re.compile(r"[\w.]+(?:Error|Exception): |KeyboardInterrupt|SystemExit")

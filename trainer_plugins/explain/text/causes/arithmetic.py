@@ -28,7 +28,7 @@ _PATCH = 28  # pixels of a token's side: patches of 14, two by two (Qwen2-VL, Qw
 _UNLIMITED_PIXELS = 12_845_056  # of the processor of Qwen2-VL and Qwen2.5-VL without a setting
 _MANY_PIXELS, _MANY_FRAMES = 2_000_000, 32
 _SPEAKS_OF_OOM = (
-    r"(?i)(?<![a-z])OOM|out.of.(?:\w+.)?memory|[显内]存[^。\n]{0,8}[不爆溢满炸超]"
+    r"(?i)(?<![a-z])OOM|out.?of.?(?:\w+.)?memory|[显内]存[^。\n]{0,8}[不爆溢满炸超]"
     r"|[爆炸]显?存|crash|killed"
 )
 _OUTLIER = 1.5
