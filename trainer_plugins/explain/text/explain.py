@@ -13,7 +13,7 @@ from trainer_plugins.explain.text.causes.numbers import is_fragmented
 from trainer_plugins.explain.text.excerpt import Excerpt
 from trainer_plugins.explain.text.remedies import choose_remedies, remedies_of
 from trainer_plugins.explain.text.text_facts import TextFacts, gather
-from trainer_plugins.explain.text.told import find_question, find_told_oom
+from trainer_plugins.explain.text.told import ASKS_NEED, find_question, find_told_oom
 from trainer_plugins.oom import OutOfMemory
 from trainer_plugins.oom.rules import KILLED_FROM_OUTSIDE
 from trainer_plugins.record.shown import Process
@@ -137,9 +137,10 @@ def _explain_without_oom(excerpt: Excerpt, subject: str) -> Explanation:
             found = cause("not-an-oom", evidence, summary=f"not an OOM: {meaning}", doubt=doubt)
             remedies = tuple(choose_remedies("not-an-oom", helps, facts))
             return Explanation(subject=subject, causes=(found,), remedies=remedies)
-    if found_in_words := find_told_oom(excerpt):
+    need = find_question(excerpt, ASKS_NEED)
+    if not need and (found_in_words := find_told_oom(excerpt)):
         return explain_excerpt(found_in_words, subject)
-    if question := find_question(excerpt):
+    if question := need or find_question(excerpt):
         answer = explain_excerpt(question, subject)
         first, *more = answer.causes
         grade = first.grade if first.code == "regression" else "possible"

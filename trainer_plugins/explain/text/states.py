@@ -29,6 +29,7 @@ _IN_4_BITS = re.compile(
     r"|(?:bits|quantization_bit)[\"']?[ =:]{1,3}4"
 )
 FOUR_BIT_BYTES = 0.55  # of one parameter: half a byte and its scales
+_METHODS = {"full": 16, "lora": 2, "qlora": FOUR_BIT_BYTES}
 _NUMERALS = dict(zip("单双两三四五六七八", (1, 2, 2, 3, 4, 5, 6, 7, 8), strict=True))
 _GPU = r"(?:NVIDIA )?(?:[ABHLV]\d{1,3}\w?\b|RTX|GPUs?\b|cards?\b|\d{2,3} ?GB?\b|MI\d|[3-5]090)"
 _NUM_CARDS = re.compile(
@@ -144,6 +145,20 @@ def read_states(facts: TextFacts) -> States | None:
         card_bytes=facts.total_bytes or _read_card(text),
         is_offloaded=bool(_OFFLOADED.search(text)),
         is_deepspeed="deepspeed" in text.casefold(),
+    )
+
+
+def describe_need(facts: TextFacts) -> Said:
+    """State what each method takes of all cards together, for the text's size or a billion."""
+    named = _BILLIONS.findall(facts.whole)
+    billions = float(named[0]) if named else 1
+    total = {f"{name}_bytes": int(billions * _GB * each) for name, each in _METHODS.items()}
+    return say(
+        "Full training with Adam takes 16 bytes a parameter (4 weight, 4 gradient, 8 Adam), LoRA 2"
+        f" and QLoRA {FOUR_BIT_BYTES}: for {f'{billions:g} billion' if named else 'each billion'}"
+        " {full_bytes}, {lora_bytes} and {qlora_bytes}. ZeRO-3 and FSDP divide that among the"
+        " cards; activations and logits come on top.",
+        **total,
     )
 
 

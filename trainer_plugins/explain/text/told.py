@@ -41,7 +41,7 @@ _SAID: tuple[tuple[Source, str, str], ...] = (
         r"|\d ?Gi?B\b[^.!?]{0,24}\b(?:stays?|never (?:freed|released)|more each))"
         r"|Invalid buffer size|NvMapMemAlloc\w*.{0,20}error 12"
         r"|显存[还也会又]{0,2}(?:不足|不够|爆|溢出)|爆显存"
-        r"|显存[^。\n]{0,8}(?:递增|增加|增长|上升)",
+        r"|显存[^。\n]{0,8}(?:递增|增加|增长|上升)|(?:时|会)溢出",
     ),
 )
 _NOT_SAID = (
@@ -57,6 +57,12 @@ _ON_CARDS = re.compile(
     r"(?:\bGPUs?\b|(?<![a-z0-9])(?:[ahlbv]\d{2,3}|(?:rtx ?)?[345]0[6-9]0|t4)(?![a-z0-9]))"
 )
 _ASKS = re.compile(r"\w[)\"'`]?[?\uff1f](?:\s|$)")
+# How much a run takes, before or after it has failed.
+ASKS_NEED = re.compile(
+    r"(?i)how (?:much|many) (?:\w+ ){0,2}(?:V?RAM|memory|GPUs?|cards)\b"
+    r"|\b(?:V?RAM|memory) requirements?\b|\b(?:need|require)\w* (?:\w+ ){0,3}GB of V?RAM"
+    r"|(?:多少|多大)(?:的)?\w{0,4}(?:显存|资源|卡)"
+)
 _AN_ERROR = re.compile(r"[\w.]+(?:Error|Exception): |KeyboardInterrupt|SystemExit")
 _FRAME = re.compile(r'\s*File "')
 _MOST_LINES = 60  # a longer text without an error is a log of something else, unless a person wrote
@@ -79,10 +85,10 @@ def find_told_oom(excerpt: Excerpt) -> Excerpt | None:
     return told or (_cut_at_the_end(lines) if has_frames else None)
 
 
-def find_question(excerpt: Excerpt) -> Excerpt | None:
+def find_question(excerpt: Excerpt, asks: re.Pattern[str] = _ASKS) -> Excerpt | None:
     """Take a short text that asks about memory; None if it is a log, or is on something else."""
     lines = excerpt.lines
-    asked = next((at for at, line in enumerate(lines) if _ASKS.search(line.text)), None)
+    asked = next((at for at, line in enumerate(lines) if asks.search(line.text)), None)
     if asked is None or len(lines) > _MOST_LINES or any(_AN_ERROR.match(one.text) for one in lines):
         return None
     if not any(_ON_CARDS.search(one.text) for one in lines):

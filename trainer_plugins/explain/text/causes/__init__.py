@@ -30,6 +30,7 @@ RULES: tuple[Rule, ...] = (
     numbers.pieces_beside_others,
     others.foreign,
     numbers.mps_other,
+    arithmetic.judge_need,
     # The phase of the run.
     *place.PLACES,
     # What its settings and a person's words show.

@@ -8,8 +8,9 @@ from trainer_plugins.explain.models import find_model
 from trainer_plugins.explain.shared import cause, quote, say
 from trainer_plugins.explain.text.settings import Settings
 from trainer_plugins.explain.text.solved import solve_logits
-from trainer_plugins.explain.text.states import read_states
+from trainer_plugins.explain.text.states import describe_need, read_states
 from trainer_plugins.explain.text.text_facts import TextFacts
+from trainer_plugins.explain.text.told import ASKS_NEED
 from trainer_plugins.units import GIB
 
 # A shell ends a command at a comment, also between lines that a backslash joins.
@@ -58,6 +59,20 @@ _OLDER = re.compile(
 def speaks_of_oom(facts: TextFacts) -> bool:
     """Return whether the text reports an error rather than asks a question."""
     return facts.says(_SPEAKS_OF_OOM) is not None
+
+
+def judge_need(facts: TextFacts) -> Cause | None:
+    """The text asks how much a run takes."""
+    if facts.frames or not ASKS_NEED.search(facts.oom.text):
+        return None
+    found = read_states(facts)
+    return cause(
+        "capacity",
+        (found.describe() if found else "") or describe_need(facts),
+        summary="a question about the memory that a run needs",
+        grade="possible",
+        doubt="The batch and its length decide the rest: `trainer-plugins plan` counts it",
+    )
 
 
 def states(facts: TextFacts) -> Cause | None:
