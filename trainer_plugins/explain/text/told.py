@@ -59,7 +59,7 @@ _ON_CARDS = re.compile(
 _ASKS = re.compile(r"\w[)\"'`]?[?\uff1f](?:\s|$)")
 # How much a run takes, before or after it has failed.
 ASKS_NEED = re.compile(
-    r"(?i)how (?:much|many) (?:\w+ ){0,2}(?:V?RAM|memory|GPUs?|cards)\b"
+    r"(?i)(?:how (?:much|many)|minimum) (?:\w+ ){0,2}(?:V?RAM|memory|GPUs?|cards)\b"
     r"|\b(?:V?RAM|memory) requirements?\b|\b(?:need|require)\w* (?:\w+ ){0,3}GB of V?RAM"
     r"|(?:多少|多大)(?:的)?\w{0,4}(?:显存|资源|卡)"
 )
