@@ -79,9 +79,9 @@ SWIFT = "OOM at the first step\nswift sft --model Qwen/Qwen2.5-VL-7B-Instruct \\
         ("Can grpo run on a single H20?", "capacity", "single H20", "trainer-plugins plan"),
         # An error that is named in words, also right before a letter that is not Latin.
         ("单机双卡4090 开启了zero3 一直 torch.cuda.OutOfMemoryError", "capacity", "OutOfMemoryError", "--preset observe"),
-        ("执行finetune.sh遇到exits with return code = -9是怎么错误呢？", "host-kill", "-9", ""),
-        ("提示bus error，insufficient shared memory (shm)", "shm", "64 MiB", "--dataloader_num_workers 0"),
-        ("训练 70B 模型，采用 zero3 时溢出，显存 141G", "capacity", "溢出", ""),
+        ("执行finetune.sh遇到exits with return code = -9是怎么错误呢?", "host-kill", "-9", ""),
+        ("提示bus error insufficient shared memory (shm)", "shm", "64 MiB", "--dataloader_num_workers 0"),
+        ("训练 70B 模型 采用 zero3 时溢出 显存 141G", "capacity", "溢出", ""),
     ],
 )  # fmt: skip
 def test_a_person_s_words_decide(text: str, code: str, sentence: str, remedy: str) -> None:
