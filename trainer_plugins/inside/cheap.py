@@ -50,7 +50,8 @@ def read_no_weights() -> None:
 
     @functools.wraps(get)
     def get_part(self: Any, at: Any) -> Any:
-        return 0 if isinstance(at, int) and self.device.type == "cpu" else get(self, at)
+        is_first = isinstance(at, int) and self.device.type == "cpu"
+        return 0 if is_first and self.nbytes() >= _LARGE_BYTES else get(self, at)
 
     storage.__getitem__ = get_part
 
