@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.snapshots import read
 from trainer_plugins.snapshot.pickled import NotReadableError
-from trainer_plugins.snapshot.replay import ModelCard, Outcome, replay
+from trainer_plugins.snapshot.replay import Outcome, replay
 from trainer_plugins.snapshot.trace import NotModelledError, Trace
 from trainer_plugins.units import MIB
 
@@ -29,7 +29,7 @@ def main(words: Sequence[str]) -> int:
     for file in files:
         try:
             traces = read(file)
-            outcomes = [(trace, replay(trace, ModelCard(trace))) for trace in traces]
+            outcomes = [(trace, replay(trace)) for trace in traces]
         except (NotReadableError, NotModelledError) as error:
             different.append(f"{file}: {error}")
             continue

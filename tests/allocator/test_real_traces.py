@@ -21,7 +21,7 @@ from tests.explain.recorded import RecordedCard
 from trainer_plugins.allocator import model as rules
 from trainer_plugins.allocator.addresses import Pool
 from trainer_plugins.allocator.model import AllocatorFull, AllocatorModel, Block
-from trainer_plugins.snapshot.replay import ModelCard, Outcome, replay
+from trainer_plugins.snapshot.replay import Outcome, replay
 from trainer_plugins.snapshot.trace import NotModelledError, Trace
 from trainer_plugins.units import KIB, MIB
 
@@ -37,7 +37,7 @@ def trace(name: str) -> Trace:
 
 @functools.cache
 def outcome_of(name: str) -> Outcome:
-    return replay(trace(name), ModelCard(trace(name)))
+    return replay(trace(name))
 
 
 @pytest.mark.parametrize("name", IDS)
@@ -107,7 +107,7 @@ def test_another_rule_does_not_pass(name, monkeypatch):
 
     def is_same(only: Trace) -> bool:
         try:
-            return replay(only, ModelCard(only)).is_same
+            return replay(only).is_same
         except NotModelledError:  # not even the segments that are there at the start can be made
             return False
 
@@ -139,7 +139,7 @@ def test_a_run_that_ran_out_of_memory_is_repeated_from_its_middle_on(ran_out, tm
     (only,) = read(ran_out)
     assert only.expandable
     assert {piece[0] for segment in only.segments for piece in segment.pieces} >= {"used"}
-    outcome = replay(only, ModelCard(only))
+    outcome = replay(only)
     assert outcome.first_difference is None
     assert sum(event.action == "oom" for event in only.events) == 1
     assert outcome.growths > 1

@@ -13,7 +13,7 @@ from trainer_plugins.allocator.model import (
     AllocatorRules,
     Block,
 )
-from trainer_plugins.snapshot.replay import ModelCard, replay
+from trainer_plugins.snapshot.replay import replay
 from trainer_plugins.snapshot.trace import Trace
 from trainer_plugins.units import MIB
 
@@ -149,30 +149,16 @@ def _add(
     )
 
 
-class _NotingCard(ModelCard):
-    """Notes the sizes of blocks by their address."""
-
-    def __init__(self, trace: Trace) -> None:
-        super().__init__(trace)
-        self.sizes: dict[int, int] = {}
-
-    def malloc(self, num_bytes: int, stream: int) -> int:
-        address = super().malloc(num_bytes, stream)
-        self.sizes[address] = self.block_bytes[-1]
-        return address
-
-
 def snapshot_of(trace: Trace) -> dict[str, Any]:
     """Write what torch would have written of a reduced trace: its events, and where they led."""
-    card = _NotingCard(trace)
-    assert replay(trace, card).is_same
+    outcome = replay(trace)
+    assert outcome.is_same
     ranges: dict[int, tuple[int, int, str]] = {}
-    live: set[int] = set()
+    live = dict(used for start in trace.segments for used in start.used())
+    sizes = iter(outcome.block_bytes)
     for start in trace.segments:
         position, kind = start.address, "small" if start.is_small else "large"
         for state, size in start.pieces:
-            if state == "used":
-                live.add(position)
             if state != "unmapped":
                 last = max((each for each in ranges if each <= position), default=0)
                 if last >= start.address and last + ranges[last][0] == position:
@@ -182,17 +168,16 @@ def snapshot_of(trace: Trace) -> dict[str, Any]:
             position += size
     for event in trace.events:
         if event.action == "alloc":
-            live.add(event.address)
+            live[event.address] = next(sizes)
         elif event.action == "free":
-            live.remove(event.address)
+            del live[event.address]
         elif event.action == "segment_alloc":
             kind = "small" if event.num_bytes == 2 * MIB else "large"
             ranges[event.address] = (event.num_bytes, event.stream, kind)
         elif event.action == "segment_free":
             del ranges[event.address]
     segments = [
-        _bare_segment(address, *about, trace.expandable, live, card.sizes)
-        for address, about in ranges.items()
+        _bare_segment(address, *about, trace.expandable, live) for address, about in ranges.items()
     ]
     return {"segments": segments, "device_traces": [[], list(_raw(trace))]}
 
@@ -203,20 +188,19 @@ def _bare_segment(
     stream: int,
     kind: str,
     expandable: bool,
-    live: set[int],
-    sizes: dict[int, int],
+    live: dict[int, int],
 ) -> dict[str, Any]:
     inside = sorted(each for each in live if address <= each < address + size)
     return {
         "device": 1,
         "address": address,
         "total_size": size,
-        "allocated_size": sum(sizes[each] for each in inside),
+        "allocated_size": sum(live[each] for each in inside),
         "stream": stream,
         "segment_type": kind,
         "is_expandable": expandable,
         "blocks": [
-            {"address": each, "size": sizes[each], "state": "active_allocated"} for each in inside
+            {"address": each, "size": live[each], "state": "active_allocated"} for each in inside
         ],
     }
 

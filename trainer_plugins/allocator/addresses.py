@@ -1,20 +1,11 @@
 """The blocks of AllocatorModel, their pools and addresses."""
 
 from bisect import bisect_left, insort
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 _TOP = 0x7F00_0000_0000
-
-
-class Addresses(Protocol):
-    """Assigns addresses to new segments, and takes back those of released ones."""
-
-    def take(self, num_bytes: int) -> int:
-        """Return the address of a new segment."""
-
-    def give_back(self, address: int, num_bytes: int) -> None:
-        """Record the release of a segment."""
+Addresses = Callable[[int], int]  # returns the address of a new segment of this many bytes
 
 
 class FallingAddresses:
@@ -23,12 +14,9 @@ class FallingAddresses:
     def __init__(self) -> None:
         self._end = _TOP
 
-    def take(self, num_bytes: int) -> int:
+    def __call__(self, num_bytes: int) -> int:
         self._end -= num_bytes
         return self._end
-
-    def give_back(self, address: int, num_bytes: int) -> None:
-        """Ignore the release: addresses abound."""
 
 
 @dataclass(eq=False, slots=True)

@@ -10,7 +10,7 @@ import torch
 
 from trainer_plugins.allocator.machine import Machine, expandable_blocker, gather_machine
 from trainer_plugins.allocator.settings import OPTION_OF, Kind, Value, read, values_of
-from trainer_plugins.allocator.variables import CUDA, UNIFIED, Variables, names_read
+from trainer_plugins.allocator.variables import CUDA, UNIFIED, Variables, names_read, read_text
 from trainer_plugins.finding import Finding
 from trainer_plugins.units import MIB
 
@@ -58,8 +58,7 @@ def check(asked: str | None = None) -> Finding | None:
 
 def has_expandable_segments() -> bool:
     """Return whether a variable that torch reads, or a call, requested expandable segments."""
-    variables = Variables.pick(os.environ)
-    texts = [variables.texts.get(variables.read_by(gather_machine(os.environ)) or "", "")]
+    texts = [read_text(os.environ)]
     # torch before 2.12 lacks this call, and any version may reject the text.
     with suppress(AttributeError, RuntimeError, ValueError, IndexError):
         texts.append(torch._C._accelerator_getAllocatorSettings())

@@ -58,7 +58,7 @@ class AllocatorModel:
         addresses: Addresses | None = None,
     ) -> None:
         self.rules = rules if rules is not None else AllocatorRules()
-        self._addresses = FallingAddresses() if addresses is None else addresses
+        self._take_address = FallingAddresses() if addresses is None else addresses
         self.capacity_bytes = capacity_bytes if capacity_bytes is not None else UNLIMITED
         self.allocated_bytes = self.reserved_bytes = 0
         self.peak_allocated_bytes = self.peak_reserved_bytes = 0
@@ -157,7 +157,7 @@ class AllocatorModel:
         if not self._has_room(num_bytes):
             return None
         self._reserve(num_bytes)
-        address, number = self._addresses.take(num_bytes), self._next_number()
+        address, number = self._take_address(num_bytes), self._next_number()
         return Block(pool, address, num_bytes, None, mapped=True, number=number)
 
     def _next_number(self) -> int:
@@ -200,7 +200,6 @@ class AllocatorModel:
     def _release(self, block: Block) -> None:
         block.pool.remove(block)
         self.reserved_bytes -= block.size_bytes
-        self._addresses.give_back(block.address, block.size_bytes)
 
     def _release_available(self, pool: Pool, size: int) -> bool:
         """Release just enough blocks too large to split, before giving up the whole cache."""
@@ -253,7 +252,7 @@ class AllocatorModel:
                 return first
         page = self._page_bytes(pool)
         num_bytes = _round_up(self.capacity_bytes + self.capacity_bytes // 8, page)
-        start = self._addresses.take(num_bytes)
+        start = self._take_address(num_bytes)
         number = self._next_number()
         whole = Block(pool, start, num_bytes, start, mapped=False, number=number)
         pool.unmapped[start] = whole

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from trainer_plugins.allocator.machine import Machine
+from trainer_plugins.allocator.machine import Machine, gather_machine
 
 UNIFIED = "PYTORCH_ALLOC_CONF"
 CUDA = "PYTORCH_CUDA_ALLOC_CONF"
@@ -43,3 +43,9 @@ class Variables:
     def select_for_platform(self, machine: Machine) -> dict[str, str]:
         """Return the variables that apply to this platform, with their texts."""
         return {name: self.texts[name] for name in names_known(machine) if name in self.texts}
+
+
+def read_text(environ: Mapping[str, str]) -> str:
+    """Return the allocator settings that the installed torch reads; empty if none are set."""
+    variables = Variables.pick(environ)
+    return variables.texts.get(variables.read_by(gather_machine(environ)) or "", "")

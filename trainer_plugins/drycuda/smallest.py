@@ -57,12 +57,9 @@ def _steps(card: SnapshotCard, room_bytes: int) -> Iterator[_Step]:
     """Yield the program's own actions, without the flushes of a full card."""
     reserved, released = sum_reserved(card)[0], 0
     for number, event in enumerate(card.events):
-        if event.action == "segment_free":
-            reserved -= event.num_bytes
-            released += event.num_bytes
-        elif event.action == "segment_alloc":
-            reserved += event.num_bytes
-        elif event.action in ("alloc", "free"):
+        reserved += event.reserved_bytes
+        released -= min(0, event.reserved_bytes)
+        if event.action in ("alloc", "free"):
             if released and reserved + released <= room_bytes:
                 yield _Step(0, _EMPTY, 0, number)
             released = 0

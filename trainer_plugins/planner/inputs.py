@@ -11,8 +11,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from trainer_plugins.allocator.machine import gather_machine
-from trainer_plugins.allocator.variables import Variables
+from trainer_plugins.allocator.variables import read_text
 from trainer_plugins.checkpointing import spell
 from trainer_plugins.launch.main_memory import HostLimits
 from trainer_plugins.planner.calibrate import add_measured_context
@@ -155,12 +154,7 @@ def _host_limits(run: RunOptions, here: HostLimits) -> HostLimits:
 
 
 def _settings(run: RunOptions) -> str:
-    """Return the allocator settings; by default, those of the variable that this torch reads."""
-    if run.allocator is not None:
-        return run.allocator
-    variables = Variables.pick(os.environ)
-    name = variables.read_by(gather_machine(os.environ))
-    return variables.texts[name] if name is not None else ""
+    return read_text(os.environ) if run.allocator is None else run.allocator
 
 
 def read_config(given: str | os.PathLike[str], from_hub: bool = False) -> dict[str, object]:

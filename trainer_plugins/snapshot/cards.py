@@ -40,6 +40,11 @@ class Event(NamedTuple):
     num_bytes: int  # the bytes requested; for a segment, the bytes reserved
     stream: int
 
+    @property
+    def reserved_bytes(self) -> int:
+        """Return the bytes that it takes from the card; negative if it gives some back."""
+        return {"segment_alloc": 1, "segment_free": -1}.get(self.action, 0) * self.num_bytes
+
 
 class StackFrame(NamedTuple):
     """Holds one line of a stack, from Python or C++."""
@@ -185,10 +190,7 @@ class _Reader:
     def _card(
         self, index: int, segments: list[Segment], raw: Sequence[Mapping[str, Any]]
     ) -> SnapshotCard:
-        events: list[Event] = []
-        stacks: list[int] = []
-        indices: list[int] = []
-        times: list[int] = []
+        found: list[tuple[Event, int, int, int]] = []  # with its stack, its index and its time
         waits: list[Wait] = []
         released: dict[int, int] = {}
         names = set()
@@ -196,29 +198,29 @@ class _Reader:
             name = each["action"]
             names.add(name)
             if name == "free_requested":
-                released[_number(each["addr"])] = len(events)
+                released[_number(each["addr"])] = len(found)
             if name not in ACTIONS:
                 continue
             action, is_oom = ACTIONS[name], name == "oom"
             address = _number(each["device_free" if is_oom else "addr"])
             num_bytes = _number(each["size"], _HIGHEST if is_oom else _LARGEST)
-            if action == "free" and (since := released.pop(address, len(events))) < len(events):
-                waits.append(Wait(address, since, len(events)))
-            events.append(Event(action, address, num_bytes, _number(each["stream"])))
-            stacks.append(self._stack(each.get("frames")))
-            indices.append(number)
-            times.append(_number(each.get("time_us", 0)))
-        waits += [Wait(address, since, len(events) + 1) for address, since in released.items()]
+            if action == "free" and (since := released.pop(address, len(found))) < len(found):
+                waits.append(Wait(address, since, len(found)))
+            event = Event(action, address, num_bytes, _number(each["stream"]))
+            time_us = _number(each.get("time_us", 0))
+            found.append((event, self._stack(each.get("frames")), number, time_us))
+        waits += [Wait(address, since, len(found) + 1) for address, since in released.items()]
+        events, stacks, indices, times = zip(*found, strict=True) if found else [()] * 4
         return SnapshotCard(
             index,
             tuple(sorted(segments)),
-            tuple(events),
-            tuple(stacks),
+            events,
+            stacks,
             tuple(waits),
             has_mapped=bool(names & {"segment_map", "segment_unmap"}),
             has_taken=bool(names & {"segment_alloc", "segment_free"}),
-            indices=tuple(indices),
-            times=tuple(times),
+            indices=indices,
+            times=times,
         )
 
     def _segment(self, raw: Mapping[str, Any]) -> Segment:

@@ -12,7 +12,7 @@ from trainer_plugins.allocator.model import (
     round_size,
 )
 from trainer_plugins.snapshot.cards import Snapshot, SnapshotCard
-from trainer_plugins.snapshot.replay import ModelCard, Outcome, replay
+from trainer_plugins.snapshot.replay import Outcome, replay
 from trainer_plugins.snapshot.trace import NotModelledError, Trace, find_first_known, trace_of
 
 BEFORE = -1  # the birth of a block that existed before the first event
@@ -40,7 +40,6 @@ class RepeatedTrace:
     trace: Trace
     rules: AllocatorRules  # the settings of the run
     outcome: Outcome
-    block_bytes: tuple[int, ...]  # the block size of each allocation
 
 
 def repeat(
@@ -64,23 +63,22 @@ def repeat(
 
 
 def _repeat(trace: Trace, rules: AllocatorRules) -> RepeatedTrace:
-    model = ModelCard(trace, rules=rules)
     try:
-        outcome = replay(trace, model)
+        outcome = replay(trace, rules)
     except NotModelledError:
         raise
     # Addresses that no allocator returned, found only in edited files.
     except (KeyError, ValueError, IndexError, AttributeError):
         raise NotModelledError("its events contradict each other") from None
-    if len(model.block_bytes) != sum(event.action == "alloc" for event in trace.events):
+    if len(outcome.block_bytes) != sum(event.action == "alloc" for event in trace.events):
         raise NotModelledError(outcome.first_difference or "its events contradict each other")
-    return RepeatedTrace(trace, rules, outcome, tuple(model.block_bytes))
+    return RepeatedTrace(trace, rules, outcome)
 
 
 def lives_of(card: SnapshotCard, repeated: RepeatedTrace | None) -> list[Life]:
     """Follow each block; without a replay, its size is the request, rounded up."""
     blocks = [block for segment in card.segments for block in segment.blocks if block.is_active]
-    sizes = iter(repeated.block_bytes) if repeated is not None else None
+    sizes = iter(repeated.outcome.block_bytes) if repeated is not None else None
     segments = repeated.trace.segments if repeated is not None else ()
     at_start = dict(used for segment in segments for used in segment.used())
     first = find_first_known(card)

@@ -115,6 +115,5 @@ def sum_reserved(card: SnapshotCard) -> list[int]:
     """Return the reserved bytes before the first event, and after each."""
     reserved = [card.reserved_bytes]
     for event in reversed(card.events):
-        step = {"segment_alloc": -1, "segment_free": 1}.get(event.action, 0)
-        reserved.append(reserved[-1] + step * event.num_bytes)
+        reserved.append(reserved[-1] - event.reserved_bytes)
     return reserved[::-1]

@@ -31,7 +31,14 @@ def snapshot_data(case: SnapshotCase, title: str) -> dict[str, object]:
     births, lasted, sizes, asked, addresses, nodes, kinds = (
         [list(column) for column in zip(*rows, strict=True)] if rows else [[] for _ in range(7)]
     )
-    ranges, segments = ranges_after(case.card, -1), [*_segments(case)]
+    ranges, segments = (
+        ranges_after(case.card, -1),
+        [
+            (at, event.address, event.reserved_bytes)
+            for at, event in enumerate(case.card.events)
+            if event.reserved_bytes
+        ],
+    )
     base = min([*addresses, *(low for low, _ in ranges), *(at for _, at, _ in segments)], default=0)
     return {
         "title": title,
@@ -83,14 +90,6 @@ def _rows(
         lasted = -1 if death is None else death - birth
         if lasted:
             yield birth, lasted, *about, _CATEGORIES.index(category)
-
-
-def _segments(case: SnapshotCase) -> Iterator[tuple[int, int, int]]:
-    for at, event in enumerate(case.card.events):
-        if event.action == "segment_alloc":
-            yield at, event.address, event.num_bytes
-        elif event.action == "segment_free":
-            yield at, event.address, -event.num_bytes
 
 
 class _Stacks:

@@ -39,13 +39,11 @@ import shutil
 import sys
 import tempfile
 import uuid
-from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from trainer_plugins.allocator.machine import gather_machine
 from trainer_plugins.allocator.settings import read, values_of
-from trainer_plugins.allocator.variables import Variables
+from trainer_plugins.allocator.variables import read_text
 from trainer_plugins.testing.card import SimCard
 from trainer_plugins.testing.simgpu.build import SimgpuUnavailable, unavailable_reason
 from trainer_plugins.units import MIB, size
@@ -109,7 +107,8 @@ def enable(capacity_bytes: int | None = None, card: SimCard | None = None) -> No
         chosen.capacity_bytes = capacity_bytes
     name = " ".join([Path(sys.executable).name, *sys.argv[:1]])[:47]  # of this process
     _check(library, library.simgpu_attach_card(os.fsencode(chosen.path), name.encode()))
-    library.simgpu_expandable(_has_expandable_segments(os.environ))
+    settings, _ = read(read_text(os.environ))
+    library.simgpu_expandable(bool(values_of(settings).get("expandable_segments")))
     _enabled = _Enabled(library, chosen)
     _register(library)
 
@@ -144,12 +143,6 @@ def fail_at(n: int) -> None:
 def allocations() -> int:
     """Return the number of allocations since simgpu was enabled, the range of a `fail_at` sweep."""
     return int(_require_enabled().library.simgpu_num_allocations())
-
-
-def _has_expandable_segments(environ: Mapping[str, str]) -> bool:
-    variables = Variables.pick(environ)
-    text = variables.texts.get(variables.read_by(gather_machine(environ)) or "", "")
-    return bool(values_of(read(text)[0]).get("expandable_segments"))
 
 
 def _register(library: ctypes.CDLL) -> None:

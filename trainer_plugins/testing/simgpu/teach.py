@@ -30,10 +30,6 @@ def _teach(name: str) -> None:
     _LESSONS[name](sys.modules[name])
 
 
-def _teach_bf16(module: types.ModuleType) -> None:
-    _replace(module, "is_torch_bf16_gpu_available", lambda: True)
-
-
 def _teach_clear_device_cache(module: types.ModuleType) -> None:
     import torch
 
@@ -64,7 +60,9 @@ def _teach_distributed(module: types.ModuleType) -> None:
 
 
 _LESSONS: dict[str, Callable[[types.ModuleType], None]] = {
-    "transformers.utils.import_utils": _teach_bf16,
+    "transformers.utils.import_utils": lambda module: _replace(
+        module, "is_torch_bf16_gpu_available", lambda: True
+    ),
     "accelerate.utils.memory": _teach_clear_device_cache,
     "accelerate.state": _teach_distributed,
 }
