@@ -8,6 +8,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from typing import Any
 
 # A version only ever gains keys; `schemas/` has one JSON Schema for each command.
 VERSION = 1
@@ -15,17 +16,21 @@ VERSION = 1
 
 def print_json(command: str, found: object, **more: object) -> None:
     """Print an answer as one object, with the format's version and the command."""
-    answer = {"version": VERSION, "command": command, **_plain(found), **_plain(more)}
+    answer = {"version": VERSION, "command": command, **plain(found), **plain(more)}
     print(json.dumps(answer, indent=2))
 
 
-def plain(value: object) -> object:
+def plain(value: object) -> Any:
     """Convert a value to JSON types: an enum to its name, a dataclass to an object.
 
     An object has the fields, and those properties that the class lists in `json_properties`.
     """
-    if is_dataclass(value) or isinstance(value, Mapping):
-        return _plain(value)
+    if is_dataclass(value):
+        names = [each.name for each in fields(value)]
+        names += getattr(value, "json_properties", ())
+        value = {name: getattr(value, name) for name in names}
+    if isinstance(value, Mapping):
+        return {str(name): plain(each) for name, each in value.items()}
     if isinstance(value, Enum):
         return value.name
     if value is None or isinstance(value, bool | int | float | str):
@@ -33,11 +38,3 @@ def plain(value: object) -> object:
     if isinstance(value, list | tuple):
         return [plain(each) for each in value]
     return str(value)
-
-
-def _plain(value: object) -> dict[str, object]:
-    if isinstance(value, Mapping):
-        return {str(name): plain(each) for name, each in value.items()}
-    names = [each.name for each in fields(value)]  # type: ignore[arg-type]
-    names += getattr(value, "json_properties", ())
-    return {name: plain(getattr(value, name)) for name in names}

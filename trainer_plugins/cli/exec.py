@@ -6,7 +6,7 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import click
 
@@ -110,37 +110,25 @@ def exec(
         ExecCommand.refuse(f"{', '.join(_OF_FIT[:-1])} and {_OF_FIT[-1]} need --fit")
     settings = _settings(given, with_vllm=vllm or _asks_for_vllm(words))
     if fit or fit_ask:
+        from trainer_plugins.cli import exec_fit
+        from trainer_plugins.planner.plan import PlanError
+
         answer = sys.stdout if fit_ask else sys.stderr
-        options, changes = _fit(words, given, settings, how, answer, anyway)
+        try:
+            options, changes = exec_fit.fit(words, given, settings, how, answer, anyway)
+        except exec_fit.NothingFits as error:
+            ExecCommand.refuse(
+                f"--fit: {error}; nothing was started. To train anyway, and split micro-batches"
+                " that run out of memory, add --preset survive",
+                _DOES_NOT_FIT,
+            )
+        except PlanError as error:
+            ExecCommand.refuse(f"--fit: {error}; nothing was started")
         given, settings = given | options, settings | changes
         if fit_ask:
             return
     attached = {"TRAINER_PLUGINS_ATTACH": json.dumps(given), "PYTHONPATH": _python_path()}
     _run(words, os.environ | settings | attached)
-
-
-def _fit(
-    words: list[str],
-    given: dict[str, Any],
-    settings: dict[str, str],
-    how: FitOptions,
-    answer: TextIO,
-    anyway: bool,
-) -> tuple[dict[str, object], dict[str, str]]:
-    """Return options and variables with which the command fits, or say why it is not started."""
-    from trainer_plugins.cli.exec_fit import NothingFits, fit
-    from trainer_plugins.planner.plan import PlanError
-
-    try:
-        return fit(words, given, settings, how, answer, anyway)
-    except NothingFits as error:
-        ExecCommand.refuse(
-            f"--fit: {error}; nothing was started. To train anyway, and split micro-batches"
-            " that run out of memory, add --preset survive",
-            _DOES_NOT_FIT,
-        )
-    except PlanError as error:
-        ExecCommand.refuse(f"--fit: {error}; nothing was started")
 
 
 def _run(words: list[str], environ: dict[str, str]) -> None:

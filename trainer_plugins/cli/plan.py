@@ -171,19 +171,15 @@ def _show_search(variations: Sequence[Variations], as_json: bool) -> bool:
     try:
         result = all_of([each.search(show_line) for each in variations])
     except KeyboardInterrupt:
-        _show_so_far(lines, as_json)
+        if as_json:
+            print_json("plan --search", Interrupted(lines=tuple(lines)))
+        elif lines:
+            show(Group(Text("Interrupted. Found so far:"), lines_table(lines, None)))
+        else:
+            show(Text("Interrupted"))
         raise
     if as_json:
         print_json("plan --search", result)
     else:
         show(search_report(result))
     return result.best is not None
-
-
-def _show_so_far(lines: Sequence[SearchLine], as_json: bool) -> None:
-    if as_json:
-        print_json("plan --search", Interrupted(lines=tuple(lines)))
-    elif lines:
-        show(Group(Text("Interrupted. Found so far:"), lines_table(lines, None)))
-    else:
-        show(Text("Interrupted"))

@@ -1,5 +1,6 @@
 """Let `plan` and `check` accept the options of TRL's commands."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ WITH_OTHER_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 TYPED = "trainer_plugins.typed"
 """The key under which a context keeps the command line as typed."""
 
+_FLAG = re.compile(r"-\D")  # not a negative number
 _TRUTHS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
@@ -67,11 +69,7 @@ def _flags(words: Sequence[str]) -> Iterator[tuple[str, str, list[str]]]:
         if not spelt.startswith("--"):
             yield "", words[at - 1], []
             continue
-        while not equals and at < len(words) and not _is_flag(words[at]):
+        while not equals and at < len(words) and not _FLAG.match(words[at]):
             values.append(words[at])
             at += 1
         yield spelt[2:].replace("-", "_"), spelt, values
-
-
-def _is_flag(word: str) -> bool:
-    return len(word) > 1 and word.startswith("-") and not word[1].isdigit()

@@ -60,7 +60,11 @@ def request_of(trainer_or_config: object, run: RunOptions) -> PlanRequest:
         request = _request_of_trainer(trainer_or_config, run)
     else:
         request = _request_of_config(trainer_or_config, run)
-    request = replace(request, host=_host_limits(run, request.host))
+    try:
+        host = HostLimits.read(run.host_memory, run.pinned_memory, request.host.total_bytes)
+    except ValueError as error:
+        raise PlanError(str(error)) from error
+    request = replace(request, host=host)
     if run.calibration and request.card is not None:
         return replace(request, card=add_measured_context(request.card))
     return request
@@ -144,13 +148,6 @@ def _quantisation(run: RunOptions, config: Mapping[str, object]) -> dict[str, ob
     if run.load_in_8bit and strays:  # a BitsAndBytesConfig has them all
         raise PlanError(f"--{strays[0].replace('_', '-')} needs --load-in-4bit")
     return fields
-
-
-def _host_limits(run: RunOptions, here: HostLimits) -> HostLimits:
-    try:
-        return HostLimits.read(run.host_memory, run.pinned_memory, here.total_bytes)
-    except ValueError as error:
-        raise PlanError(str(error)) from error
 
 
 def _settings(run: RunOptions) -> str:

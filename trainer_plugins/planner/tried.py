@@ -70,9 +70,5 @@ def name_untried(versions: Mapping[str, str]) -> list[str]:
     return [
         f"the planner was not tested with {name} {versions[name]}, only with {', '.join(tried)}"
         for name, tried in TRIED.items()
-        if name in versions and _minor(versions[name]) not in tried
+        if name in versions and ".".join(versions[name].split(".")[:2]) not in tried
     ]
-
-
-def _minor(version: str) -> str:
-    return ".".join(version.split(".")[:2])

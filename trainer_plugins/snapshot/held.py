@@ -97,7 +97,8 @@ class Sorter:
         return self._backward_before[max(bisect_right(self._starts, position) - 1, 0)]
 
     def alive_at(self, position: int) -> list[Life]:
-        return [life for life in self.lives if life.is_alive_after(position)]
+        born = (life for life in self.lives if life.birth <= position)
+        return [life for life in born if life.death is None or life.death > position]
 
     def find_held(self, position: int) -> InUse:
         """Return the memory in use after an event."""

@@ -29,9 +29,6 @@ class Life:
     requested_bytes: int
     stack: int
 
-    def is_alive_after(self, position: int) -> bool:
-        return self.birth <= position and (self.death is None or self.death > position)
-
 
 @dataclass(frozen=True, slots=True)
 class RepeatedTrace:

@@ -6,7 +6,7 @@ create_accelerator_and_postprocess, transformers 5.23.
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from trainer_plugins import checkpointing
 from trainer_plugins.finding import Finding
@@ -19,23 +19,21 @@ _STOPS_MOST = {
 """Keys whose fixed value stops most trainings; the others usually agree."""
 
 
-class _AskedValue(NamedTuple):
-    names: str  # of TrainingArguments
-    value: object  # None if it is unknown
-
-
 def read_asked_values(
     values: Mapping[str, object], num_ranks: int | None
-) -> dict[str, _AskedValue]:
-    """Return the TrainingArguments' value for each key that HfTrainerDeepSpeedConfig compares."""
+) -> dict[str, tuple[str, object]]:
+    """Return the TrainingArguments for each key that HfTrainerDeepSpeedConfig compares.
+
+    Each has its name, and its value: None if it is unknown.
+    """
     given = {name: value for name, value in values.items() if value is not None}
 
-    def plain(name: str, default: object) -> _AskedValue:
-        return _AskedValue(name, given.get(name, default))
+    def plain(name: str, default: object) -> tuple[str, object]:
+        return name, given.get(name, default)
 
-    def precision(name: str) -> _AskedValue:
+    def precision(name: str) -> tuple[str, object]:
         full = f"{name}_full_eval"
-        return _AskedValue(f"{name} or {full}", bool(given.get(name) or given.get(full)))
+        return (f"{name} or {full}", bool(given.get(name) or given.get(full)))
 
     steps = _number(values, "max_steps", -1)
     warmup = _number(values, "warmup_steps", 0) or _number(values, "warmup_ratio", 0)
@@ -46,18 +44,19 @@ def read_asked_values(
     return {
         "train_micro_batch_size_per_gpu": plain("per_device_train_batch_size", 8),
         "gradient_accumulation_steps": plain("gradient_accumulation_steps", 1),
-        "train_batch_size": _AskedValue("the effective batch of all processes", rows),
+        "train_batch_size": ("the effective batch of all processes", rows),
         "gradient_clipping": plain("max_grad_norm", 1.0),
         "bf16.enabled": precision("bf16"),
         "fp16.enabled": precision("fp16"),
         "optimizer.params.lr": plain("learning_rate", 5e-5),
-        "optimizer.params.betas": _AskedValue("adam_beta1 and adam_beta2", betas),
+        "optimizer.params.betas": ("adam_beta1 and adam_beta2", betas),
         "optimizer.params.eps": plain("adam_epsilon", 1e-8),
         "optimizer.params.weight_decay": plain("weight_decay", 0.0),
         "scheduler.params.warmup_max_lr": plain("learning_rate", 5e-5),
-        "scheduler.params.total_num_steps": _AskedValue("max_steps", steps if steps > 0 else None),
-        "scheduler.params.warmup_num_steps": _AskedValue(
-            "warmup_steps", max(1, int(warmup)) if warmup >= 0 else None
+        "scheduler.params.total_num_steps": ("max_steps", steps if steps > 0 else None),
+        "scheduler.params.warmup_num_steps": (
+            "warmup_steps",
+            max(1, int(warmup)) if warmup >= 0 else None,
         ),
     }
 
@@ -78,16 +77,16 @@ def agreement_findings(
     """Judge a file by TrainingArguments; if they are unknown, by those of most trainings."""
     num_ranks = num_ranks or document.count("num_processes")
     config = _fill_in(document)
-    for key, asked in read_asked_values(values or {}, num_ranks).items():
+    for key, (names, asked) in read_asked_values(values or {}, num_ranks).items():
         value = part(config, key)
         if value is None or value == "auto" or isinstance(value, dict):
             continue
         is_written = part(document.deepspeed or config, key) is not None
         source = "written" if is_written else "filled in by accelerate because it is missing"
         if values is not None:
-            yield from _compare(key, value, asked, _rows_of_a_rank(values), source)
+            yield from _compare(key, value, names, asked, _rows_of_a_rank(values), source)
         elif key in _STOPS_MOST and not (key in ("bf16.enabled", "fp16.enabled") and not value):
-            yield _report_fixed(key, value, f"{asked.names} differs", source)
+            yield _report_fixed(key, value, f"{names} differs", source)
     if values is not None:
         yield from _judge_refusals(document, values)
         yield from _judge_replacements(document, values)
@@ -103,9 +102,8 @@ def _fill_in(document: Document) -> dict[str, Any]:
 
 
 def _compare(
-    key: str, value: object, asked: _AskedValue, rows: float, source: str
+    key: str, value: object, names: str, wanted: object, rows: float, source: str
 ) -> Iterator[Finding]:
-    wanted = asked.value
     if wanted is None and key == "train_batch_size" and isinstance(value, (int, float)) and rows:
         if value % rows == 0:
             yield _report_fixed(key, value, f"there are not {value / rows:.0f} processes", source)
@@ -118,7 +116,7 @@ def _compare(
         says = "the file says" if source == "written" else "accelerate fills in"
         yield _mismatch(
             f"{key}: {says} {value}, the training arguments say {wanted}",
-            f"{key} is {source}, and compared with {asked.names}; transformers stops the training:"
+            f"{key} is {source}, and compared with {names}; transformers stops the training:"
             " values that mismatch TrainingArguments",
             f'Write "{key}": "auto", and set it in TrainingArguments only',
         )

@@ -47,7 +47,9 @@ def proposal_of(
     in_the_run = [each.spell(trainer) for each in changes]
     if micro_batch != now:
         words.insert(0, rows_in_words(micro_batch, rows))
-        prices = [*_price_of_rows(plan, is_timed=times is not None), *prices]
+        effect = plan.accumulation
+        if effect is not None and (times is None or effect.effect is not Effect.SAME):
+            prices.insert(0, effect.price)  # unless the time says enough
         for each in (flags, in_the_run):
             each.insert(0, write_flags(batch_flags(micro_batch, rows)))
     if times is not None:
@@ -65,10 +67,3 @@ def proposal_of(
         margin_bytes=plan.margin_bytes or 0,
         host_ram_bytes_per_node=plan.host_ram_bytes_per_node,
     )
-
-
-def _price_of_rows(plan: MemoryPlan, *, is_timed: bool) -> list[str]:
-    """Say how smaller micro-batches change the training; nothing if its time says enough."""
-    if plan.accumulation is None or (is_timed and plan.accumulation.effect is Effect.SAME):
-        return []
-    return [plan.accumulation.price]

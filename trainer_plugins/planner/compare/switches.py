@@ -72,11 +72,6 @@ def add_adapter(run: PlanRequest) -> PlanRequest:
     return change_source(run, peft=LORA)
 
 
-def quantise_base(run: PlanRequest) -> PlanRequest:
-    """Train LoRA adapters (the run's own, if it has some) on a 4-bit base."""
-    return change_source(run, peft=source_of(run).peft or LORA, quantisation=_NF4)
-
-
 def stream_base(run: PlanRequest) -> PlanRequest:
     """Keep the frozen base in main memory, except for a few layers."""
     if run.resident_layers is not None:
@@ -182,7 +177,8 @@ BASE_IN_4_BITS = Switch(
     "base in 4 bits",
     "the base is rounded to 4 bits, needs bitsandbytes",
     advice.FOUR_BITS.flag(Door.PLAN),
-    quantise_base,
+    # with LoRA adapters, or the run's own
+    lambda run: change_source(run, peft=source_of(run).peft or LORA, quantisation=_NF4),
     {**_OF_WEIGHTS, "weights": 0.7, "frozen weights": 0.7},
     subject="adapter",
     changes_result=3,

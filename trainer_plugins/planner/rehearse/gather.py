@@ -73,7 +73,11 @@ def request_of(
         allocator=allocator,
         num_gpus=num_gpus,
         num_nodes=_num_nodes(num_gpus),
-        environment=_read_exports(),
+        environment={
+            name: value
+            for name, value in os.environ.items()
+            if "WORLD_SIZE" in os.environ and name.startswith(_EXPORTED)
+        },
         deepspeed=engine.deepspeed_config if engine is not None else None,
         resident_layers=resident_layers,
         streams_embeddings=streams_embeddings,
@@ -115,13 +119,6 @@ def _num_nodes(num_gpus: int) -> int:
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
     is_told = os.environ.get("WORLD_SIZE") == str(num_gpus) and local.isdigit() and int(local)
     return num_gpus // int(local) if is_told and not num_gpus % int(local) else 0
-
-
-def _read_exports() -> dict[str, str]:
-    """Return the variables that this process's launcher exported for accelerate."""
-    if "WORLD_SIZE" not in os.environ:
-        return {}
-    return {name: value for name, value in os.environ.items() if name.startswith(_EXPORTED)}
 
 
 def _card_here(device: torch.device) -> Card | None:

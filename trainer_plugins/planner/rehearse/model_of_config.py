@@ -213,16 +213,15 @@ def dtype_of(source: ConfigSource, config: object, assumptions: list[str]) -> to
     if given is None and source.trainer is not None:  # trl/trainer/utils.py, create_model_from_path
         given = "float32"
         assumptions.append("weights are loaded in float32, as TRL does; see --dtype")
-    if given == "auto":
+    is_unsaid = given is None
+    if given in ("auto", None):
         given = str(getattr(config, "dtype", None) or "float32")
-    if given is None:
+    if is_unsaid:
         # transformers 4 loads in float32 unless a dtype is given, and in float16 for bitsandbytes
         # (quantizers/quantizer_bnb_4bit.py, update_dtype)
         if is_transformers_4():
             is_quantised = source.quantisation or source.config.get("quantization_config")
             given = "float16" if is_quantised else "float32"
-        else:
-            given = str(getattr(config, "dtype", None) or "float32")
         assumptions.append(
             f"weights are loaded in {given.removeprefix('torch.')}, as from_pretrained does; "
             "see --dtype"

@@ -61,8 +61,14 @@ def _measure_tower(config: Any, source: ConfigSource) -> tuple[int, int]:
     return side, side // config.vision_config.patch_size
 
 
-def _one_by_one(num_tokens: Callable[[Any, int], int], *, has_types: bool) -> Any:
-    """Describe models that take all images in one list, and perhaps token types."""
+def _of_one_size(
+    num_tokens: Callable[[Any, int], int],
+    why: str = "image_size of the config",
+    *,
+    has_types: bool = False,
+    by_row: bool = False,
+) -> Any:
+    """Describe models that take all images in one list, or by row with a mask of pixels."""
 
     def pictures(config: Any, source: ConfigSource, number: int) -> Pictures:
         side, patches = _measure_tower(config, source)
@@ -70,34 +76,26 @@ def _one_by_one(num_tokens: Callable[[Any, int], int], *, has_types: bool) -> An
 
         def add_to(batch: Batch, rows: int) -> None:
             if number:
+                shape = (rows, number) if by_row else (rows * number,)
                 channels = config.vision_config.num_channels
-                batch["pixel_values"] = torch.zeros(rows * number, channels, side, side)
+                batch["pixel_values"] = torch.zeros(*shape, channels, side, side)
+                if by_row:
+                    mask = torch.ones(*shape, side, side, dtype=torch.long)
+                    batch["pixel_attention_mask"] = mask
             if has_types:
-                shape = (rows, source.sequence_length)
-                batch["token_type_ids"] = torch.zeros(shape, dtype=torch.long)
+                types = torch.zeros(rows, source.sequence_length, dtype=torch.long)
+                batch["token_type_ids"] = types
 
-        said = _describe(number, (side, side), each, "image_size of the config")
-        return Pictures(number * each, add_to, said)
+        return Pictures(number * each, add_to, _describe(number, (side, side), each, why))
 
     return pictures
 
 
-def _row_by_row(config: Any, source: ConfigSource, number: int) -> Pictures:
-    """Describe models that take the images of each row with a pixel mask."""
-    side, patches = _measure_tower(config, source)
-    each = patches**2 // config.scale_factor**2
-
-    def add_to(batch: Batch, rows: int) -> None:
-        if number:
-            channels = config.vision_config.num_channels
-            batch["pixel_values"] = torch.zeros(rows, number, channels, side, side)
-            mask = torch.ones(rows, number, side, side, dtype=torch.long)
-            batch["pixel_attention_mask"] = mask
-
-    said = _describe(
-        number, (side, side), each, "the piece of a larger one: image_size of the config"
-    )
-    return Pictures(number * each, add_to, said)
+_pieces = _of_one_size(
+    lambda config, patches: patches**2 // config.scale_factor**2,
+    "the piece of a larger one: image_size of the config",
+    by_row=True,
+)
 
 
 def _describe_any_size(config: Any, source: ConfigSource, number: int) -> Pictures:
@@ -136,11 +134,11 @@ def _count_llava_tokens(config: Any, patches: int) -> int:
 
 
 KINDS: dict[str, Callable[[Any, ConfigSource, int], Pictures]] = {
-    "llava": _one_by_one(_count_llava_tokens, has_types=False),
-    "paligemma": _one_by_one(lambda _, patches: patches**2, has_types=True),
-    "gemma3": _one_by_one(lambda config, _: int(config.mm_tokens_per_image), has_types=True),
-    "idefics3": _row_by_row,
-    "smolvlm": _row_by_row,
+    "llava": _of_one_size(_count_llava_tokens),
+    "paligemma": _of_one_size(lambda _, patches: patches**2, has_types=True),
+    "gemma3": _of_one_size(lambda config, _: int(config.mm_tokens_per_image), has_types=True),
+    "idefics3": _pieces,
+    "smolvlm": _pieces,
     "qwen2_vl": _describe_any_size,
     "qwen2_5_vl": _describe_any_size,
     "qwen3_vl": _describe_any_size,

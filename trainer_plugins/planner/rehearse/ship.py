@@ -107,14 +107,13 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # it is not typed
             extra = {
                 name: each
                 for name, each in vars(value).items()
-                if isinstance(each, (bool, int, float, str))
+                if isinstance(each, (bool, int, float, str)) and not name.startswith("ds_")
             }
             # DeepSpeed keeps this rank's shard elsewhere; the rehearsal shards the parameter again.
+            whole: torch.Tensor = value
             if hasattr(value, "ds_shape"):
                 whole = torch.empty(value.ds_shape, dtype=value.dtype, device="meta")
-                plain = {name: each for name, each in extra.items() if not name.startswith("ds_")}
-                return _parameter, (self._shape_of(whole), value.requires_grad, plain)
-            return _parameter, (self._shape_of(value), value.requires_grad, extra)
+            return _parameter, (self._shape_of(whole), value.requires_grad, extra)
         if isinstance(value, torch.Tensor):
             return _tensor, (self._shape_of(value), value.requires_grad)
         if isinstance(value, torch.device):

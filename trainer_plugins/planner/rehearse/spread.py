@@ -54,12 +54,9 @@ def spread(model: Any, device_map: Mapping[str, int], kind: str) -> None:
 
 def _move(base: torch.nn.Module, name: str, device: torch.device) -> None:
     """Move a part of a model, or a single tensor, without replacing its parameters."""
-    if name in dict(base.named_parameters()):
-        parameter = base.get_parameter(name)
-        parameter.data = parameter.data.to(device)
-    elif name in dict(base.named_buffers()):
-        buffer = base.get_buffer(name)
-        buffer.data = buffer.data.to(device)
+    tensor = {**dict(base.named_parameters()), **dict(base.named_buffers())}.get(name)
+    if tensor is not None:
+        tensor.data = tensor.data.to(device)
     else:
         torch.nn.Module.to(base.get_submodule(name), device)
 

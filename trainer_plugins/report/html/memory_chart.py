@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from statistics import median_low
+from typing import Any
 
 from trainer_plugins.printable import printable
 from trainer_plugins.reading import MemoryReading
@@ -110,13 +111,10 @@ def memory_chart(
         f" {size(reading.total_bytes)} in use at the peak, in step {top.step}",
         pixels=260,
         unit="bytes",
-        axis="seconds",
         top=scale,
-        edges=_edges(found),
-        steps=[each.last_step for each in found],
         areas=_areas(found, reading),
         lines=_draw_planned(found, planned),
-        said=[_describe(each) for each in found],
+        **_along_time(found),
         hint="Point at a moment. Drag to zoom; keys: + - 0, arrows, f.",
         limit=limit,
         dot=Dot(
@@ -159,17 +157,14 @@ def pace_chart(
         title=title,
         pixels=80,
         unit="s",
-        axis="seconds",
         top=1.3 * edge,
         dot=Dot(
             at=(peak.began_seconds + peak.ended_seconds) / 2,
             value=edge,
             text=f"{'' if edge == highest else '↑ '}{seconds_text(highest)}",
         ),
-        edges=_edges(found),
-        steps=[each.last_step for each in found],
         lines=[ChartLine(name="a step", colour="pace", values=values)],
-        said=[_describe(each) for each in found],
+        **_along_time(found),
     )
 
 
@@ -188,12 +183,9 @@ def small_chart(
         f" full, in {top.moment}, step {top.step}, on {reading.device}",
         pixels=60,
         unit="bytes",
-        axis="seconds",
         top=max(1.05 * reading.total_bytes, *(each.peak_bytes for each in found)),
-        edges=_edges(found),
-        steps=[each.last_step for each in found],
         areas=_areas(found, reading)[:3],
-        said=[_describe(each) for each in found],
+        **_along_time(found),
         limit=Dot(value=reading.total_bytes, text=""),
         uprights=_failures(entries, during),
     )
@@ -219,15 +211,20 @@ def _failures(entries: Iterable[Entry], during: Duration) -> tuple[float, ...]:
     return tuple(during.since(each.time_seconds) for each in entries if isinstance(each, Failure))
 
 
-def _edges(found: Sequence[MemoryUse]) -> list[float]:
-    return [*(round(each.began_seconds, 3) for each in found), round(found[-1].ended_seconds, 3)]
-
-
-def _describe(each: MemoryUse) -> str:
-    return (
+def _along_time(found: Sequence[MemoryUse]) -> dict[str, Any]:
+    """Return the axis of a picture, and the stretches between its edges."""
+    edges = [*(each.began_seconds for each in found), found[-1].ended_seconds]
+    said = [
         f"{steps_in_words(each.first_step, each.last_step)},"
         f" {', '.join(map(printable, each.moments))}, {seconds_text(each.ended_seconds)}"
-    )
+        for each in found
+    ]
+    return {
+        "axis": "seconds",
+        "edges": [round(edge, 3) for edge in edges],
+        "steps": [each.last_step for each in found],
+        "said": said,
+    }
 
 
 def _areas(found: Sequence[MemoryUse], reading: MemoryReading) -> list[ChartLine]:

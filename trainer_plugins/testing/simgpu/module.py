@@ -2,7 +2,7 @@
 
 import contextlib
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -60,11 +60,11 @@ def _device(num_indices: int) -> Functions:
         "device_count": lambda: num_indices,
         "current_device": lambda: 0,
         "set_device": lambda device: None,
-        "device": _enter_context,
+        "device": contextlib.nullcontext,
         "synchronize": lambda device=None: None,
         "Stream": torch.Stream,
         "Event": torch.Event,
-        "stream": _enter_context,
+        "stream": contextlib.nullcontext,
         "current_stream": lambda device=None: torch.accelerator.current_stream(),
         "default_stream": lambda device=None: torch.accelerator.current_stream(),
         "manual_seed": torch.default_generator.manual_seed,
@@ -112,8 +112,3 @@ def _limits(current_card: Callable[[], SimCard], limit: Callable[[int], None]) -
         "set_per_process_memory_fraction": set_per_process_memory_fraction,
         "get_per_process_memory_fraction": lambda device=None: fractions[0],
     }
-
-
-@contextlib.contextmanager
-def _enter_context(_: object = None) -> Iterator[None]:
-    yield
