@@ -114,8 +114,6 @@ class AllocatorModel:
                 elif not block.is_split:
                     self._release(block)
 
-    # Finding, and growing.
-
     def _find_free(self, pool: Pool, size: int) -> Block | None:
         index = bisect_left(pool.keys, (size, -1, -1))
         if index == len(pool.keys):
@@ -164,8 +162,6 @@ class AllocatorModel:
         self._num_numbered += self.rules.first_of_a_size != "address"
         return self._num_numbered
 
-    # Splitting, and merging.
-
     def _should_split(self, block: Block, size: int) -> bool:
         remaining = block.size_bytes - size
         if block.pool.is_small or self.rules.expandable_segments:
@@ -194,8 +190,6 @@ class AllocatorModel:
             block.size_bytes += behind.size_bytes
             if block.next is not None:
                 block.next.prev = block
-
-    # Giving back.
 
     def _release(self, block: Block) -> None:
         block.pool.remove(block)

@@ -14,7 +14,7 @@ from trainer_plugins import _site
 from trainer_plugins.cli.exec_child import end_as, run_as_child
 from trainer_plugins.cli.typed_options import take_vllm
 from trainer_plugins.launch.environment import launch_environment
-from trainer_plugins.planner.options import option
+from trainer_plugins.planner.options import option, repeatable, switch
 from trainer_plugins.plug_in.flags import argument, assign_variables, take_options
 from trainer_plugins.plug_in.in_front import BEFORE_A_COMMAND, PRESETS_IN_WORDS, CommandInFront
 from trainer_plugins.plug_in.options import DEFAULT_PRESET, MemoryArguments
@@ -46,18 +46,15 @@ class FitOptions:
 
     gpu: str | None = option("", "With --fit: the GPU (default: the visible one with least free).")
     num_gpus: int | None = option("", "With --fit: the number of GPUs (default: all visible).")
-    may: tuple[str, ...] = option(
+    may: tuple[str, ...] = repeatable(
         "",
         "With --fit: what else may change: precision (bf16), optim (8-bit states), peft (LoRA"
         " instead of all weights), length (half of TRL's max_length).",
-        default=(),
     )
-    allow_writes: tuple[Path, ...] = option(
-        "", "With --fit: let its plans really write to this folder.", default=()
+    allow_writes: tuple[Path, ...] = repeatable(
+        "", "With --fit: let its plans really write to this folder."
     )
-    allow_network: bool = option(
-        "", "With --fit: let its plans connect to other hosts.", default=False
-    )
+    allow_network: bool = switch("", "With --fit: let its plans connect to other hosts.")
 
 
 @click.command(cls=ExecCommand, context_settings=BEFORE_A_COMMAND, epilog=PRESETS_IN_WORDS)

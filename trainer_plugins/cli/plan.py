@@ -26,7 +26,7 @@ from trainer_plugins.interrupted import interrupt_by_any_signal
 from trainer_plugins.planner.calibrate import calibrate, timelines_of
 from trainer_plugins.planner.compare.lines import Interrupted, SearchLine, all_of
 from trainer_plugins.planner.compare.saved import ExplainedChanges, changes_of
-from trainer_plugins.planner.options import MOST_USED, RunOptions, option
+from trainer_plugins.planner.options import MOST_USED, RunOptions, option, repeatable, switch
 from trainer_plugins.planner.plan import PlanError
 from trainer_plugins.plug_in.flags import PanelOption, take_options
 from trainer_plugins.report.page import show
@@ -52,26 +52,21 @@ _OTHER = "Other answers"
 class AnswerOptions:
     """Holds the options for output other than a plan in the terminal."""
 
-    search: bool = option(
-        MOST_USED,
-        "Find the largest micro-batch that fits, at the same effective batch size.",
-        default=False,
+    search: bool = switch(
+        MOST_USED, "Find the largest micro-batch that fits, at the same effective batch size."
     )
-    verbose: bool = option(
-        MOST_USED,
-        "Print everything: figures, tensors, assumptions and changes.",
-        default=False,
+    verbose: bool = switch(
+        MOST_USED, "Print everything: figures, tensors, assumptions and changes."
     )
     html: Path | None = option(MOST_USED, "Write an HTML page of the plan to this file.")
     search_lengths: str | None = option(
         _OTHER,
         "With --search and --model: row lengths to try, as in 1024,2048 (default: --seq-length).",
     )
-    explain_change: tuple[str, ...] = option(
+    explain_change: tuple[str, ...] = repeatable(
         _OTHER,
         "Predict the saving of a change: a name, several joined by +, or all. Repeatable.",
         metavar="SWITCH",
-        default=(),
     )
     calibrate: Path | None = option(
         _OTHER, "Compare with the real run in this output_dir, and store its context size."

@@ -16,7 +16,7 @@ from trainer_plugins.drycuda.wall import Allowed
 from trainer_plugins.planner.calibrate import add_measured_context
 from trainer_plugins.planner.cards import NO_CARD, card_of
 from trainer_plugins.planner.inputs import request_of
-from trainer_plugins.planner.options import RunOptions, option
+from trainer_plugins.planner.options import RunOptions, option, repeatable, switch
 from trainer_plugins.planner.plan import PlanError
 from trainer_plugins.plug_in.flags import assign_variables
 
@@ -34,24 +34,18 @@ class DryOptions:
     """Holds the settings for running a command that follows `--`."""
 
     steps: int | None = option(_DRY_RUN, "Optimizer steps to run (default: 2, for --model 3).")
-    alone: bool = option(
-        _DRY_RUN,
-        "Run rank 0 only, and assume that every other rank behaves like it.",
-        default=False,
+    alone: bool = switch(
+        _DRY_RUN, "Run rank 0 only, and assume that every other rank behaves like it."
     )
     snapshot: Path | None = option(
         _DRY_RUN, "Keep the allocator's snapshot in this file, which `explain` reads."
     )
-    allow_writes: tuple[Path, ...] = option(
-        _DRY_RUN,
-        "Let the command really write, rename and delete in this folder. Repeatable.",
-        default=(),
+    allow_writes: tuple[Path, ...] = repeatable(
+        _DRY_RUN, "Let the command really write, rename and delete in this folder. Repeatable."
     )
-    allow_network: bool = option(_DRY_RUN, "Let the command connect to other hosts.", default=False)
-    dry_env: bool = option(
-        _DRY_RUN,
-        "If the installed torch is a CPU build, download its CUDA build into the cache.",
-        default=False,
+    allow_network: bool = switch(_DRY_RUN, "Let the command connect to other hosts.")
+    dry_env: bool = switch(
+        _DRY_RUN, "If the installed torch is a CPU build, download its CUDA build into the cache."
     )
 
 

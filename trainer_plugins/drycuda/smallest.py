@@ -5,7 +5,6 @@ cache on a full card. The model gives every block of a dry run its recorded addr
 """
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 from trainer_plugins.allocator.model import AllocatorFull, AllocatorModel, AllocatorRules, Block
 from trainer_plugins.snapshot.cards import SnapshotCard
@@ -46,11 +45,9 @@ def smallest_room(
     return high * MIB, fails_at
 
 
-class _Step(NamedTuple):
-    address: int
-    num_bytes: int  # 0 for a block that is freed; `_EMPTY` where the program flushed the cache
-    stream: int
-    event: int
+# An address; its bytes (0 for a block that is freed, `_EMPTY` where the program flushed the cache);
+# the stream, and the event.
+_Step = tuple[int, int, int, int]
 
 
 def _steps(card: SnapshotCard, room_bytes: int) -> Iterator[_Step]:
@@ -61,10 +58,10 @@ def _steps(card: SnapshotCard, room_bytes: int) -> Iterator[_Step]:
         released -= min(0, event.reserved_bytes)
         if event.action in ("alloc", "free"):
             if released and reserved + released <= room_bytes:
-                yield _Step(0, _EMPTY, 0, number)
+                yield 0, _EMPTY, 0, number
             released = 0
             size = event.num_bytes if event.action == "alloc" else 0
-            yield _Step(event.address, size, event.stream, number)
+            yield event.address, size, event.stream, number
 
 
 def _failure(model: AllocatorModel, run: list[_Step]) -> int | None:

@@ -6,6 +6,7 @@ it.
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,9 @@ def option(panel: str, help: str, *, default: object = None, metavar: str | None
     return field(default=default, metadata={"help": help, "metavar": metavar, "panel": panel})
 
 
+switch, repeatable = partial(option, default=False), partial(option, default=())
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
     """Describes one run: model, data, adapter, quantisation, machine and launch.
@@ -34,7 +38,7 @@ class RunOptions:
     model: str | None = option(
         MOST_USED, "A config.json, its folder, or org/name in the local hub cache."
     )
-    from_hub: bool = option(_MODEL, "Download the config.json of --model org/name.", default=False)
+    from_hub: bool = switch(_MODEL, "Download the config.json of --model org/name.")
     dtype: str | None = option(
         _MODEL, "Load weights as bfloat16, float16 or float32 (default: as from_pretrained)."
     )
@@ -71,8 +75,8 @@ class RunOptions:
         _DATA, "Whether batches have padding (default: if a batch has several rows)."
     )
     eval_batches: int = option(_DATA, "Number of batches per evaluation.", default=8)
-    metrics: bool = option(
-        _DATA, "The Trainer has compute_metrics, so an evaluation keeps all outputs.", default=False
+    metrics: bool = switch(
+        _DATA, "The Trainer has compute_metrics, so an evaluation keeps all outputs."
     )
 
     lora_r: int | None = option(MOST_USED, "LoRA rank (default: train all weights).")
@@ -90,18 +94,16 @@ class RunOptions:
     stream_base: int | None = option(
         _ADAPTER, "Stream the frozen base from main memory, with K layers on the card.", metavar="K"
     )
-    stream_embeddings: bool = option(
-        _ADAPTER, "With --stream-base: also stream embeddings and head.", default=False
+    stream_embeddings: bool = switch(
+        _ADAPTER, "With --stream-base: also stream embeddings and head."
     )
 
-    load_in_4bit: bool = option(MOST_USED, "Quantise the base to 4 bits (QLoRA).", default=False)
-    load_in_8bit: bool = option(_QUANTISATION, "Quantise the base to int8.", default=False)
+    load_in_4bit: bool = switch(MOST_USED, "Quantise the base to 4 bits (QLoRA).")
+    load_in_8bit: bool = switch(_QUANTISATION, "Quantise the base to int8.")
     bnb_4bit_quant_type: str | None = option(
         _QUANTISATION, "Data type of 4-bit weights: nf4 or fp4 (default: fp4)."
     )
-    bnb_4bit_use_double_quant: bool = option(
-        _QUANTISATION, "Quantise the scales too.", default=False
-    )
+    bnb_4bit_use_double_quant: bool = switch(_QUANTISATION, "Quantise the scales too.")
     bnb_4bit_compute_dtype: str | None = option(
         _QUANTISATION, "Dtype of matrix products (default: float32)."
     )

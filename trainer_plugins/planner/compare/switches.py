@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trainer_plugins import advice, checkpointing
-from trainer_plugins.advice import Door
+from trainer_plugins.advice import Advice, Door
 from trainer_plugins.advice.entry import flags_in
 from trainer_plugins.launch import configs
 from trainer_plugins.planner.plan import Category, PlanError
@@ -103,62 +103,63 @@ def source_of(run: PlanRequest) -> ConfigSource:
 _PAUSE_CHECKPOINTING = ("dpo", "kto", *ONLINE_TRAINERS)
 _OF_WEIGHTS: Mapping[Category, float] = {"gradients": 0.97, "optimizer states": 0.97}
 
-FUSED_LOSS = Switch(
-    "fused loss",
-    advice.LIGER.price,
-    advice.LIGER.flag(Door.TRAINER),
-    frees={"logits and loss": 0.95, "activations": 0.3},
-    subject="loss",
+
+def _make_switch(words: str, remedy: Advice, **more: Any) -> Switch:
+    """Build the switch to a remedy, typed as an option of `plan`, else as a flag."""
+    spellings, doors = remedy.spellings, (Door.PLAN, Door.TRAINER, Door.TRL)
+    door = next(each for each in doors if each in spellings)
+    made = Switch(words, remedy.price, remedy.flag(door))
+    if door is Door.PLAN:  # the run itself has no such option
+        in_code, with_trl = spellings.get(Door.CODE, ""), spellings.get(Door.TRL, "")
+        made = replace(made, in_the_run=in_code, with_trl=with_trl)
+    return replace(made, **more)
+
+
+FUSED_LOSS = _make_switch(
+    "fused loss", advice.LIGER, frees={"logits and loss": 0.95, "activations": 0.3}, subject="loss"
 )
-FUSED_OPTIMIZER = Switch(
+FUSED_OPTIMIZER = _make_switch(
     "fused optimizer",
-    "the same optimizer in one kernel",
-    advice.FUSED_ADAMW.flag(Door.TRAINER),
+    advice.FUSED_ADAMW,
+    price="the same optimizer in one kernel",
     frees={"activations": 1.0},
     subject="optimizer",
 )
-CHECKPOINTING = Switch(
+CHECKPOINTING = _make_switch(
     "checkpointing",
-    advice.CHECKPOINTING.price,
-    advice.CHECKPOINTING.flag(Door.TRAINER),
+    advice.CHECKPOINTING,
     frees={"activations": 0.85},
     subject="activations",
     costs_time=True,
 )
-OFFLOADED_ACTIVATIONS = Switch(
+OFFLOADED_ACTIVATIONS = _make_switch(
     "activations offloaded",
-    advice.OFFLOADED_ACTIVATIONS.price,
-    advice.OFFLOADED_ACTIVATIONS.flag(Door.TRAINER),
+    advice.OFFLOADED_ACTIVATIONS,
     frees={"activations": 0.97},
     subject="activations",
     costs_time=True,
 )
-REDUCED_EACH_TIME = Switch(
+REDUCED_EACH_TIME = _make_switch(
     "gradients reduced each time",
-    advice.REDUCED_EACH_TIME.price,
-    advice.REDUCED_EACH_TIME.flag(Door.TRAINER),
+    advice.REDUCED_EACH_TIME,
     frees={"gradients": 0.8},
     subject="gradients",
     costs_time=True,
 )
-EIGHT_BIT_OPTIMIZER = Switch(
+EIGHT_BIT_OPTIMIZER = _make_switch(
     "8-bit optimizer",
-    advice.EIGHT_BIT_ADAMW.price,
-    advice.EIGHT_BIT_ADAMW.flag(Door.TRAINER),
+    advice.EIGHT_BIT_ADAMW,
     frees={"optimizer states": 0.74},
     subject="optimizer",
     changes_result=1,
 )
-ADAPTER = Switch(
+ADAPTER = _make_switch(
     "LoRA",
-    advice.ADAPTER.price,
-    advice.ADAPTER.flag(Door.PLAN),
-    add_adapter,
-    _OF_WEIGHTS,
+    advice.ADAPTER,
+    change=add_adapter,
+    frees=_OF_WEIGHTS,
     subject="adapter",
     changes_result=2,
-    in_the_run=advice.ADAPTER.flag(Door.CODE),
-    with_trl=advice.ADAPTER.flag(Door.TRL),
 )
 ADAPTER_IN_SCRIPT = replace(ADAPTER, flags=advice.ADAPTER.flag(Door.CODE))
 # On an H100, with the fastest bus, a step took 1.02 to 1.46 times as long
@@ -173,17 +174,15 @@ STREAMED_BASE = Switch(
     costs_time=True,
     in_the_run="trainer-plugins exec --memory-stream-base always -- COMMAND",
 )
-BASE_IN_4_BITS = Switch(
+BASE_IN_4_BITS = _make_switch(
     "base in 4 bits",
-    "the base is rounded to 4 bits, needs bitsandbytes",
-    advice.FOUR_BITS.flag(Door.PLAN),
+    advice.FOUR_BITS,
+    price="the base is rounded to 4 bits, needs bitsandbytes",
     # with LoRA adapters, or the run's own
-    lambda run: change_source(run, peft=source_of(run).peft or LORA, quantisation=_NF4),
-    {**_OF_WEIGHTS, "weights": 0.7, "frozen weights": 0.7},
+    change=lambda run: change_source(run, peft=source_of(run).peft or LORA, quantisation=_NF4),
+    frees={**_OF_WEIGHTS, "weights": 0.7, "frozen weights": 0.7},
     subject="adapter",
     changes_result=3,
-    in_the_run=advice.FOUR_BITS.flag(Door.CODE),
-    with_trl=advice.FOUR_BITS.flag(Door.TRL),
 )
 QLORA = replace(
     BASE_IN_4_BITS,
@@ -193,26 +192,23 @@ QLORA = replace(
     price=advice.FOUR_BITS.price,
     flags=f"{ADAPTER.flags} {BASE_IN_4_BITS.flags}",
 )
-UNPREPARED = Switch(
+UNPREPARED = _make_switch(
     "no preparation by PEFT",
-    "everything not quantised computes in 16 bits, norms included",
-    advice.UNPREPARED.flag(Door.PLAN),
+    advice.UNPREPARED,
+    price="everything not quantised computes in 16 bits, norms included",
     # PEFT's preparation casts everything that is not quantised to float32.
-    lambda run: change_source(run, prepares_kbit=False),
-    {"activations": 0.3, "logits and loss": 0.3, "frozen weights": 0.4},
+    change=lambda run: change_source(run, prepares_kbit=False),
+    frees={"activations": 0.3, "logits and loss": 0.3, "frozen weights": 0.4},
     subject="preparation",
-    in_the_run=advice.UNPREPARED.flag(Door.CODE),
 )
 # Autocast rounds a frozen weight the same way in each step, except in norms and embeddings.
-WEIGHTS_IN_BF16 = Switch(
+WEIGHTS_IN_BF16 = _make_switch(
     "weights in bfloat16",
-    advice.HALF_PRECISION_WEIGHTS.price,
-    advice.HALF_PRECISION_WEIGHTS.flag(Door.PLAN),
-    lambda run: change_source(run, dtype="bfloat16"),
-    {"weights": 0.5, "frozen weights": 0.5, "gradients": 0.5, "optimizer states": 0.5},
+    advice.HALF_PRECISION_WEIGHTS,
+    change=lambda run: change_source(run, dtype="bfloat16"),
+    frees=dict.fromkeys(("weights", "frozen weights", "gradients", "optimizer states"), 0.5),
     subject="dtype",
     changes_result=1,
-    in_the_run=advice.HALF_PRECISION_WEIGHTS.flag(Door.CODE),
     with_trl=advice.HALF_PRECISION_WEIGHTS.flag(Door.PLAN),
 )
 FROZEN_IN_BF16 = replace(
@@ -221,12 +217,8 @@ FROZEN_IN_BF16 = replace(
     frees={"frozen weights": 0.5, "autocast copies of weights": 1.0},
     changes_result=0,
 )
-SLEEPING_ENGINE = Switch(
-    "vLLM sleeps",
-    advice.SLEEP_MODE.price,
-    advice.SLEEP_MODE.flag(Door.TRL),
-    frees={"vLLM": 1.0},
-    subject="engine",
+SLEEPING_ENGINE = _make_switch(
+    "vLLM sleeps", advice.SLEEP_MODE, frees={"vLLM": 1.0}, subject="engine"
 )
 BF16 = Switch(
     "bf16",
