@@ -149,9 +149,11 @@ def _settings(given: dict[str, object], with_vllm: bool) -> dict[str, str]:
     for finding in environment.findings:
         if finding.code == "extension-lock":
             print(f"{finding.severity.name} {finding}", file=sys.stderr)
+    asked = preset(str(given.get("preset") or DEFAULT_PRESET))
+    has_guards = not {*asked.callbacks} <= {*preset("observe").callbacks}
     changed = {
         export.name: export.value
-        for export in (environment.exports if _has_guards(given) else ())
+        for export in (environment.exports if has_guards else ())
         if export.purpose == environment.allocator and os.environ.get(export.name) != export.value
     }
     if changed:
@@ -166,12 +168,6 @@ def _python_path() -> str:
     path = os.environ.get("PYTHONPATH")
     theirs = [each for each in path.split(os.pathsep) if each not in _site.__path__] if path else []
     return os.pathsep.join([*_site.__path__, *theirs])
-
-
-def _has_guards(given: dict[str, object]) -> bool:
-    """Return whether the preset does more than observe, which changes nothing."""
-    asked = preset(str(given.get("preset") or DEFAULT_PRESET))
-    return not {*asked.callbacks} <= {*preset("observe").callbacks}
 
 
 def _asks_for_vllm(words: list[str]) -> bool:

@@ -72,7 +72,10 @@ class DryCuda:
     ) -> None:
         self.kind = card
         self._site = site_with_cuda()
-        self._libraries = [*libraries_in(built()), _nvml()]
+        try:
+            self._libraries = [*libraries_in(built()), nvml.build()]
+        except (RuntimeError, OSError) as error:
+            raise DryCudaUnavailable(str(error)) from error
         self._alone, self._numbers = alone, numbers
         self.folder = Path(tempfile.mkdtemp(prefix="trainer-plugins-dry-"))
         self.wall = None if numbers else Wall(self.folder, allowed or Allowed())
@@ -158,10 +161,3 @@ class DryCuda:
                     each.kill()
         unlock(self.folder)
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def _nvml() -> Path:
-    try:
-        return nvml.build()
-    except (RuntimeError, OSError) as error:
-        raise DryCudaUnavailable(str(error)) from error

@@ -14,7 +14,6 @@ import struct
 import sys
 import tempfile
 from collections.abc import Sequence
-from typing import NamedTuple
 
 READY = "ready"
 NUMBER = struct.Struct("=i")
@@ -45,7 +44,7 @@ def serve() -> None:
     gc.enable()
     received = _Server(control).answer()
     if received is not None:
-        _run(received)
+        _run(*received[2:])
 
 
 def _import(modules: Sequence[str]) -> str:
@@ -58,13 +57,8 @@ def _import(modules: Sequence[str]) -> str:
     return "the imports started threads" if len(os.listdir("/proc/self/task")) > 1 else ""
 
 
-class _Received(NamedTuple):
-    """The contents of a call: the folder to delete, and file descriptors."""
-
-    scratch: bytes
-    answers: int
-    asked: int
-    streams: Sequence[int]
+# A call: the folder to delete, and file descriptors for the answers, the question and the streams.
+_Received = tuple[bytes, int, int, list[int]]
 
 
 class _Server:
@@ -102,14 +96,14 @@ class _Server:
                 elif (received := _receive(self._control)) is None:
                     self._waits.unregister(self._control)
                     has_caller = False
-                elif self._fork(received):
+                elif self._fork(*received):
                     return received
             self._tell_of_ends()
         return None
 
-    def _fork(self, received: _Received) -> bool:
+    def _fork(self, scratch: bytes, answering: int, asked: int, streams: list[int]) -> bool:
         """Fork; return whether this process is the child."""
-        answers = socket.socket(fileno=received.answers)
+        answers = socket.socket(fileno=answering)
         try:
             pid = os.fork()
         except OSError:  # too many processes: the caller sees the connection close
@@ -121,12 +115,12 @@ class _Server:
             for each in (answers, self._control, self._bell, self._ring, *self._children):
                 each.close()
             return True
-        for fd in (received.asked, *received.streams):
+        for fd in (asked, *streams):
             os.close(fd)
         if pid == -1:
             answers.close()
             return False
-        self._children[answers] = pid, received.scratch
+        self._children[answers] = pid, scratch
         self._waits.register(answers, selectors.EVENT_READ)
         _tell(answers, pid)
         return False
@@ -152,7 +146,7 @@ def _receive(control: socket.socket) -> _Received | None:
     if not message:
         return None
     answers, asked, *streams = fds
-    return _Received(message[1:], answers, asked, streams)
+    return message[1:], answers, asked, streams
 
 
 def _tell(answers: socket.socket, number: int) -> None:
@@ -160,12 +154,12 @@ def _tell(answers: socket.socket, number: int) -> None:
         answers.sendall(NUMBER.pack(number))
 
 
-def _run(received: _Received) -> None:
+def _run(question: int, streams: list[int]) -> None:
     """Turn into the process that `python -m` would have started, and run its module."""
     os.setsid()
-    with open(received.asked) as asked:
+    with open(question) as asked:
         words, folder, environ = json.load(asked)
-    for number, fd in enumerate(received.streams):
+    for number, fd in enumerate(streams):
         os.dup2(fd, number)
         os.close(fd)
     os.environ.clear()

@@ -127,17 +127,20 @@ def step_of(run: PlanRequest, arguments: Mapping[str, Any], plan: MemoryPlan) ->
         return None
     found: Any = source.config.get("text_config") or source.config
     layers = max((n for name in LAYER_COUNTS if isinstance(n := found.get(name), int)), default=0)
+    experts, hidden = switches.experts_in(found), found.get("hidden_size") or 0
+    skipped = experts - found.get("num_experts_per_tok", experts)
+    width = found.get("moe_intermediate_size") or found.get("intermediate_size") or 0
     has_tokens = "length" in plan.planned
     strategy, file = plan.planned["strategy"], plan.planned.get("launch file", "")
     is_streamed = run.resident_layers is not None
     return Step(
         weights=max(1, plan.num_parameters),
-        idle=_idle(found, layers),
+        idle=int(layers * skipped * 3 * hidden * width),
         trained=plan.num_trainable_parameters,
         tokens=source.sequence_length if has_tokens else 1,
         rows=arguments["per_device_train_batch_size"] * arguments["gradient_accumulation_steps"],
         layers=layers,
-        width=found.get("hidden_size") or found.get("d_model") or 0,
+        width=hidden or found.get("d_model") or 0,
         num_gpus=plan.num_gpus,
         speed=run.card.speed if run.card and has_tokens else None,
         checkpoints=plan.planned["checkpointing"] != "off",
@@ -146,11 +149,3 @@ def step_of(run: PlanRequest, arguments: Mapping[str, Any], plan: MemoryPlan) ->
         in_4_bits="4 bits" in plan.planned.get("quantised", ""),
         launch=switches.STREAMED_BASE.words if is_streamed else f"{strategy} {file}",
     )
-
-
-def _idle(config: Any, layers: int) -> int:
-    """Return the weights of experts that a token skips."""
-    experts = switches.experts_in(config)
-    width = config.get("moe_intermediate_size") or config.get("intermediate_size") or 0
-    idle = experts - config.get("num_experts_per_tok", experts)
-    return int(layers * idle * 3 * config.get("hidden_size", 0) * width)

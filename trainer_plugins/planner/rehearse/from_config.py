@@ -52,7 +52,9 @@ def rehearse(source: ConfigSource, build: Build) -> Rehearsed:
     args, has_padding = build.args, build.has_padding
     rows = args.per_device_train_batch_size
     is_streamed = build.streaming is not None
-    model, assumptions = load_model(source, _num_parts(args), is_streamed=is_streamed)
+    given = getattr(args, "parallelism_config", None)  # else as accelerate reads it
+    parts = given.tp_size if given else os.environ.get("PARALLELISM_CONFIG_TP_SIZE", "1")
+    model, assumptions = load_model(source, int(parts), is_streamed=is_streamed)
     assumptions.append(_BY_A_TRAINER)
     if has_padding is None:
         has_padding = rows > 1
@@ -82,13 +84,6 @@ def rehearse(source: ConfigSource, build: Build) -> Rehearsed:
         has_padding=has_padding,
         assumptions=assumptions,
     )
-
-
-def _num_parts(args: Any) -> int:
-    """Return how many cards share a model by tensor parallelism, as accelerate reads it."""
-    given = getattr(args, "parallelism_config", None)
-    exported = os.environ.get("PARALLELISM_CONFIG_TP_SIZE", "1")
-    return int(exported if given is None else given.tp_size)
 
 
 def _inputs_of(model: Any, source: ConfigSource) -> _Inputs:

@@ -29,8 +29,6 @@ def rehearse(source: TrainerSource, build: Build) -> Rehearsed:
         trainer=trainer,
         make_batch=lambda: copy_batch(batch),
         make_evaluation_batch=(lambda: copy_batch(evaluation)) if evaluation is not None else None,
-        has_padding=False,
-        assumptions=[],
     )
 
 

@@ -61,7 +61,7 @@ def _measure_tower(config: Any, source: ConfigSource) -> tuple[int, int]:
     return side, side // config.vision_config.patch_size
 
 
-def _of_one_size(
+def _describe_one_size(
     num_tokens: Callable[[Any, int], int],
     why: str = "image_size of the config",
     *,
@@ -91,7 +91,7 @@ def _of_one_size(
     return pictures
 
 
-_pieces = _of_one_size(
+_pieces = _describe_one_size(
     lambda config, patches: patches**2 // config.scale_factor**2,
     "the piece of a larger one: image_size of the config",
     by_row=True,
@@ -134,9 +134,9 @@ def _count_llava_tokens(config: Any, patches: int) -> int:
 
 
 KINDS: dict[str, Callable[[Any, ConfigSource, int], Pictures]] = {
-    "llava": _of_one_size(_count_llava_tokens),
-    "paligemma": _of_one_size(lambda _, patches: patches**2, has_types=True),
-    "gemma3": _of_one_size(lambda config, _: int(config.mm_tokens_per_image), has_types=True),
+    "llava": _describe_one_size(_count_llava_tokens),
+    "paligemma": _describe_one_size(lambda _, patches: patches**2, has_types=True),
+    "gemma3": _describe_one_size(lambda config, _: int(config.mm_tokens_per_image), has_types=True),
     "idefics3": _pieces,
     "smolvlm": _pieces,
     "qwen2_vl": _describe_any_size,

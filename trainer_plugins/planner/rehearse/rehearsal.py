@@ -1,7 +1,7 @@
 """Define the settings from which a plan's process builds a Trainer, and the Trainer it builds."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -31,8 +31,8 @@ class Rehearsed:
     trainer: HfTrainer
     make_batch: Callable[[], Batch]
     make_evaluation_batch: Callable[[], Batch] | None  # None if the run does not evaluate
-    has_padding: bool  # whether to pad batches; a user's own batches stay as they are
-    assumptions: list[str]
+    has_padding: bool = False  # whether to pad batches; a user's own batches stay as they are
+    assumptions: list[str] = field(default_factory=list)
 
 
 def other_models(trainer: HfTrainer) -> list[torch.nn.Module]:

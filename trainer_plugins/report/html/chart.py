@@ -89,8 +89,8 @@ class Chart:
     name: str  # without spaces
     title: str
     pixels: int
-    unit: Literal["bytes", "s"]
-    axis: Literal["seconds", "moments"]
+    unit: Literal["bytes", "s"] = "bytes"
+    axis: Literal["seconds", "moments"] = "seconds"
     top: float  # the number at the upper edge
     edges: Sequence[float]
     steps: Sequence[int] = ()  # the last step of each stretch; the axis then counts steps

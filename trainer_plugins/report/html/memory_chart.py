@@ -110,7 +110,6 @@ def memory_chart(
         title=f"Rank {rank} on {reading.device}: {size(peak.peak_bytes)} of"
         f" {size(reading.total_bytes)} in use at the peak, in step {top.step}",
         pixels=260,
-        unit="bytes",
         top=scale,
         areas=_areas(found, reading),
         lines=_draw_planned(found, planned),
@@ -182,7 +181,6 @@ def small_chart(
         title=f"rank {rank}: {size(reading.peak_allocated_bytes)}, {percent(reading.pressure)}"
         f" full, in {top.moment}, step {top.step}, on {reading.device}",
         pixels=60,
-        unit="bytes",
         top=max(1.05 * reading.total_bytes, *(each.peak_bytes for each in found)),
         areas=_areas(found, reading)[:3],
         **_along_time(found),
@@ -220,7 +218,6 @@ def _along_time(found: Sequence[MemoryUse]) -> dict[str, Any]:
         for each in found
     ]
     return {
-        "axis": "seconds",
         "edges": [round(edge, 3) for edge in edges],
         "steps": [each.last_step for each in found],
         "said": said,

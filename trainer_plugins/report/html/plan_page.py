@@ -73,7 +73,6 @@ def plan_chart(plan: MemoryPlan) -> Chart | None:
         name="plan",
         title=f"{size(plan.allocated_peak_bytes)} in tensors at the peak, in the {moment_of(plan)}",
         pixels=260,
-        unit="bytes",
         axis="moments",
         top=top,
         edges=edges,

@@ -12,7 +12,6 @@ from trainer_plugins.explain.run import explain_run
 from trainer_plugins.explain.run.ending import judge_ending
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.planner.calibrate import (
-    Difference,
     differences_of,
     peaks_as_seen,
     refuse_another_run,
@@ -81,6 +80,7 @@ def run_page(
     entries = run.timelines[rank]
     memory = memory_chart(rank, entries, during, noted, _read_planned_peaks(plan))
     pace = pace_chart(rank, entries, during, _num_rows_a_step(run, folder))
+    differences = [] if plan is None else differences_of(plan, run.timelines)
     ranks = _small(run, during)
     case = _case(record, folder)
     charts = filter(None, (memory, pace, *ranks))
@@ -101,7 +101,7 @@ def run_page(
         pace=pace,
         ranks=ranks,
         odd_one=odd_one(run.timelines),
-        beside=_beside(plan, run),
+        beside=[each for each in differences if each.counter != "card"],
         record=record,
         alive=alive,
         held=held,
@@ -163,11 +163,6 @@ def _read_planned_peaks(plan: MemoryPlan | None) -> dict[str, int]:
         return {}
     seen = peaks_as_seen(plan).items()
     return {moment: peak.allocated_bytes + plan.context_bytes for moment, peak in seen}
-
-
-def _beside(plan: MemoryPlan | None, run: Run) -> list[Difference]:
-    differences = () if plan is None else differences_of(plan, run.timelines)
-    return [each for each in differences if each.counter != "card"]
 
 
 def _num_rows_a_step(run: Run, folder: Path) -> int:
