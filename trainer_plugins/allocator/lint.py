@@ -1,7 +1,6 @@
 """Judges allocator settings before a launch (names, values, pairs), and chooses what to export."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from trainer_plugins.allocator.machine import TESTED, Machine, expandable_blocker
 from trainer_plugins.allocator.settings import (
@@ -154,30 +153,21 @@ def _pairs(settings: Sequence[Setting], given: str, machine: Machine) -> Iterato
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """The variables to export, and a line of explanation, even if there are none."""
-
-    exports: dict[str, str]
-    why: str
-
-
-def choose(variables: Variables, machine: Machine) -> Choice:
+def choose(variables: Variables, machine: Machine) -> tuple[dict[str, str], str]:
     """Choose the allocator settings of a launch. The user's own are kept, under both names.
 
+    Returns the variables to export, and a line of explanation, even if there are none.
     torch 2.9 reads only the old name (pytorch#183387), and vLLM looks at one only (vllm#54351).
     """
     own = variables.select_for_platform(machine)
     if not own:
         blocker = expandable_blocker(machine)
         if blocker:
-            return Choice({}, f"no allocator settings: {blocker}")
-        return Choice(
-            {CUDA: OURS}, "expandable segments, against fragmentation; every torch reads this"
-        )
+            return {}, f"no allocator settings: {blocker}"
+        return {CUDA: OURS}, "expandable segments, against fragmentation; every torch reads this"
     if len(set(own.values())) > 1:
-        return Choice({}, f"no allocator settings: you set {' and '.join(own)} to different values")
+        return {}, f"no allocator settings: you set {' and '.join(own)} to different values"
     name, text = next(iter(own.items()))
     if any(finding.severity is Severity.ERROR for finding in lint_text(text, name, machine)):
-        return Choice({}, f"no allocator settings: those in {name} are wrong and stay unchanged")
-    return Choice(dict.fromkeys((CUDA, UNIFIED), text), f"your {name}, under both names")
+        return {}, f"no allocator settings: those in {name} are wrong and stay unchanged"
+    return dict.fromkeys((CUDA, UNIFIED), text), f"your {name}, under both names"

@@ -59,9 +59,16 @@ def gather_launch(environ: Mapping[str, str], asked: RunOptions) -> Facts:
         longest_evaluation=target,
         num_evaluation_rows=asked.eval_batches * run.number("per_device_eval_batch_size", 8),
     )
-    seen = _model(read_config(model, asked.from_hub), run)
-    if asked.attn_implementation is not None:
-        seen = replace(seen, attention=asked.attn_implementation)
+    config = read_config(model, asked.from_hub)
+    classes = config.get("architectures")
+    name = str(classes[0]) if isinstance(classes, list) and classes else ""
+    usual = config.get("_attn_implementation") or "sdpa"  # transformers' default
+    seen = ModelFacts(
+        shape=ModelShape.read(config),
+        predicts_tokens=predicts_tokens(name) or not name,
+        makes_no_logits=run.flag("use_liger_kernel"),
+        attention=str(usual if asked.attn_implementation is None else asked.attn_implementation),
+    )
     facts = replace(facts, run=run, model=seen, data=data)
     return _add_plan(facts, asked)
 
@@ -111,14 +118,3 @@ def _add_plan(facts: Facts, asked: RunOptions) -> Facts:
         with suppress(PlanError):
             streamed = predict_one(stream_base(request), asked.timeout)
     return replace(facts, plan=plan, streamed_plan=streamed, accumulation=plan.accumulation)
-
-
-def _model(config: Mapping[str, object], run: RunSettings) -> ModelFacts:
-    classes = config.get("architectures")
-    name = str(classes[0]) if isinstance(classes, list) and classes else ""
-    return ModelFacts(
-        shape=ModelShape.read(config),
-        predicts_tokens=predicts_tokens(name) or not name,
-        makes_no_logits=run.flag("use_liger_kernel"),
-        attention=str(config.get("_attn_implementation") or "sdpa"),  # transformers' default
-    )

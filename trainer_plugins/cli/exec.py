@@ -124,7 +124,10 @@ def exec(
         given, settings = given | options, settings | changes
         if fit_ask:
             return
-    attached = {"TRAINER_PLUGINS_ATTACH": json.dumps(given), "PYTHONPATH": _python_path()}
+    path = os.environ.get("PYTHONPATH")
+    theirs = [each for each in path.split(os.pathsep) if each not in _site.__path__] if path else []
+    python_path = os.pathsep.join([*_site.__path__, *theirs])  # our hook first, and only once
+    attached = {"TRAINER_PLUGINS_ATTACH": json.dumps(given), "PYTHONPATH": python_path}
     _run(words, os.environ | settings | attached)
 
 
@@ -161,13 +164,6 @@ def _settings(given: dict[str, object], with_vllm: bool) -> dict[str, str]:
         line = f"trainer-plugins exec sets {assigned}: {environment.allocator}"
         print(printable(line), file=sys.stderr)
     return changed
-
-
-def _python_path() -> str:
-    """Return PYTHONPATH with our hook's folder first, and only once."""
-    path = os.environ.get("PYTHONPATH")
-    theirs = [each for each in path.split(os.pathsep) if each not in _site.__path__] if path else []
-    return os.pathsep.join([*_site.__path__, *theirs])
 
 
 def _asks_for_vllm(words: list[str]) -> bool:

@@ -156,7 +156,6 @@ def _late(timeout_seconds: float) -> PlanError:
 
 
 def _family(started: psutil.Process) -> list[psutil.Process]:
-    """Return a process and everything it started."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return [*started.children(recursive=True), started]
     return []

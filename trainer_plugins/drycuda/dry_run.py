@@ -212,24 +212,16 @@ def _environment(run: DryRun) -> dict[str, str]:
         # transformers 4 takes mixed precision from the environment, regardless of the arguments
         if name == "ACCELERATE_MIXED_PRECISION" or not name.startswith(_LAUNCHED)
     }
-    path = os.pathsep.join((_path(run.request), str(package_site())))
+    folders = [os.path.abspath(folder) for folder in sys.path]
+    source = run.request.source
+    if isinstance(source, ConfigSource) and isinstance(source.arguments, tuple):
+        # Without the current folder, in which a `timeit.py` would shadow Python's.
+        home = str(Path(__file__).parent.parent.parent)
+        folders = [folder for folder in folders if folder == home or folder != os.getcwd()]
+    path = os.pathsep.join((*folders, str(package_site())))
     # each version of torch reads this name of the variable, and first
     settings = {"PYTORCH_CUDA_ALLOC_CONF": run.request.allocator}
     return kept | settings | {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"}
-
-
-def _path(request: PlanRequest) -> str:
-    """Return this process's folders of modules.
-
-    Leaving out the current folder, which a command line does not need, keeps a `timeit.py` in it
-    from shadowing Python's.
-    """
-    folders = [os.path.abspath(folder) for folder in sys.path]
-    source = request.source
-    if isinstance(source, ConfigSource) and isinstance(source.arguments, tuple):
-        home = str(Path(__file__).parent.parent.parent)
-        folders = [folder for folder in folders if folder == home or folder != os.getcwd()]
-    return os.pathsep.join(folders)
 
 
 def _states_in_main_memory(folder: Path, world_size: int, run: DryRun) -> int:

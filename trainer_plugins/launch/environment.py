@@ -38,11 +38,10 @@ def launch_environment(environ: Mapping[str, str], with_vllm: bool = False) -> L
     """
     variables, machine = Variables.pick(environ), gather_machine(environ)
     machine = replace(machine, has_vllm=machine.has_vllm or with_vllm)
-    choice = choose(variables, machine)
-    why = choice.why
-    if choice.exports and not variables.texts and find_spec("vllm") is not None:
+    chosen, why = choose(variables, machine)
+    if chosen and not variables.texts and find_spec("vllm") is not None:
         why += "; vLLM is installed: if it will run in the training process, give --vllm"
-    exports = [Export(name, value, why) for name, value in choice.exports.items()]
+    exports = [Export(name, value, why) for name, value in chosen.items()]
     exports += [export for export in _others(environ) if export.name not in environ]
     findings = (*lint(variables, machine), *lock_findings(read_locks(environ)))
     return LaunchEnvironment(tuple(exports), why, findings)

@@ -7,9 +7,8 @@ lists. In free text, such as an error, we hide everything that looks like a secr
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from enum import Enum
-from functools import partial
 from inspect import Parameter, signature
 
 from trainer_plugins.record.webhook import VARIABLE
@@ -131,22 +130,21 @@ def mask_fields(
         has_numbers = has_words or known is None or depth > 0
         if secret := _SECRET.search(str(name)):
             has_words, has_numbers = False, has_numbers and bool(secret[1])  # a number of tokens
-        inner = partial(mask_fields, known=known, depth=depth + 1)
-        shown[mask_text(str(name))] = _mask(value, has_numbers, has_words, inner, depth)
+        shown[mask_text(str(name))] = _mask(value, has_numbers, has_words, known, depth)
     return shown
 
 
 def _mask(
-    value: object, has_numbers: bool, has_words: bool, inner: Callable[..., object], depth: int
+    value: object, has_numbers: bool, has_words: bool, known: Collection[str] | None, depth: int
 ) -> object:
     if value is None or isinstance(value, bool) or (has_numbers and isinstance(value, int | float)):
         return value
     if depth > _DEEPEST:
         return "..."
     if isinstance(value, Mapping) and has_numbers:
-        return inner(value)
+        return mask_fields(value, known, depth + 1)
     if isinstance(value, list | tuple | set | frozenset):
-        return [_mask(each, has_numbers, has_words, inner, depth + 1) for each in value]
+        return [_mask(each, has_numbers, has_words, known, depth + 1) for each in value]
     return _word(str(value.value if isinstance(value, Enum) else value), has_numbers, has_words)
 
 

@@ -55,7 +55,6 @@ def plan_report(plan: MemoryPlan) -> RenderableType:
 
 
 def _verdicts(plan: MemoryPlan) -> list[RenderableType]:
-    """Render whether the run fits on the card and in main memory."""
     style = {True: "bold green", False: "bold red", None: "bold"}[plan.fits]
     host = (Text(line, style="bold") for line in host_verdict(plan))
     return [Text(verdict(plan), style=style), *host]

@@ -34,17 +34,6 @@ def calibration_report(calibration: Calibration) -> RenderableType:
     return Group(table, *map(Text, lines))
 
 
-_HEADINGS = (
-    "check-\npointing",
-    "length",
-    "micro-\nbatch",
-    "accumu-\nlation",
-    "reserved\nGiB",
-    "to spare\nGiB",
-    "host RAM\nGiB",
-)
-
-
 _CRITERION = (
     "Best means the most tokens per forward pass of one card; among equals, without"
     " checkpointing. Speed is not predicted"
@@ -72,25 +61,27 @@ def search_report(result: SearchResult) -> RenderableType:
 
 def lines_table(lines: Sequence[SearchLine], best: SearchLine | None) -> Table:
     """Render the lines of a search, the best one bold."""
-    has_lengths = len({line.sequence_length for line in lines}) > 1
-    table = plain_table(*(each for each in _HEADINGS if has_lengths or each != "length"))
+    rows = [_make_cells(line) for line in lines]
+    if len({line.sequence_length for line in lines}) == 1:
+        for row in rows:
+            del row["length"]
+    table = plain_table(*rows[0])
     table.columns[0].no_wrap = True
-    for line in lines:
-        table.add_row(*_cells(line, has_lengths), style="bold" if line == best else None)
+    for line, row in zip(lines, rows, strict=True):
+        table.add_row(*row.values(), style="bold" if line == best else None)
     return table
 
 
-def _cells(line: SearchLine, has_lengths: bool) -> list[str]:
-    length = [str(line.sequence_length)] if has_lengths else []
-    return [
-        "on" if line.gradient_checkpointing else "off",
-        *length,
-        str(line.micro_batch) if line.fits else "none fits",
-        str(line.accumulation_steps) if line.fits else "",
-        f"{line.reserved_peak_bytes / GIB:.2f}",
-        f"{line.margin_bytes / GIB:.2f}",
-        f"{line.host_ram_bytes_per_node / GIB:.2f}",
-    ]
+def _make_cells(line: SearchLine) -> dict[str, str]:
+    return {
+        "check-\npointing": "on" if line.gradient_checkpointing else "off",
+        "length": str(line.sequence_length),
+        "micro-\nbatch": str(line.micro_batch) if line.fits else "none fits",
+        "accumu-\nlation": str(line.accumulation_steps) if line.fits else "",
+        "reserved\nGiB": f"{line.reserved_peak_bytes / GIB:.2f}",
+        "to spare\nGiB": f"{line.margin_bytes / GIB:.2f}",
+        "host RAM\nGiB": f"{line.host_ram_bytes_per_node / GIB:.2f}",
+    }
 
 
 def line_in_words(line: SearchLine) -> str:

@@ -18,10 +18,6 @@ def _text(num_tokens: int) -> str:
     return " w" * num_tokens
 
 
-def _tokens(length: int, _: int) -> Row:
-    return {"input_ids": [WORDS["w"]] * length}
-
-
 def _prompt(length: int, _: int) -> Row:
     return {"prompt": _text(length)}
 
@@ -35,10 +31,6 @@ def _pair(length: int, _: int) -> Row:
 def _make_judged_row(length: int, index: int) -> Row:
     row = _pair(length, index)
     return {"prompt": row["prompt"], "completion": row["chosen"], "label": index % 2 == 0}
-
-
-def _make_compared_row(length: int, _: int) -> Row:
-    return {"chosen": _text(length - 1), "rejected": _text(length - 1)}
 
 
 def _triple(length: int, index: int) -> Row:
@@ -72,10 +64,12 @@ class Loop:
 
 
 LOOPS = {
-    "sft": Loop("SFT", _tokens),
+    "sft": Loop("SFT", lambda length, _: {"input_ids": [WORDS["w"]] * length}),
     "dpo": Loop("DPO", _pair),
     "kto": Loop("KTO", _make_judged_row),
-    "reward": Loop("Reward", _make_compared_row),
+    "reward": Loop(
+        "Reward", lambda length, _: dict.fromkeys(("chosen", "rejected"), _text(length - 1))
+    ),
     "grpo": Loop("GRPO", _prompt),
     "rloo": Loop("RLOO", _prompt),
     "gmpo": Loop("GMPO", _prompt, "trl.experimental.gmpo"),

@@ -28,12 +28,9 @@ class Streaming:
     @contextlib.contextmanager
     def instead_of_moving(self) -> Iterator[None]:
         """Make a Trainer that is built inside stream its model instead of moving it to the card."""
-
-        def move(trainer: Any, model: torch.nn.Module, device: torch.device) -> None:
-            self._stream(trainer, model)
-
         with Patches() as patches:
-            patches.set(Trainer, "_move_model_to_device", move)
+            move = "_move_model_to_device"
+            patches.set(Trainer, move, lambda trainer, model, _: self._stream(trainer, model))
             yield
 
     def begin(self, trainer: Any) -> None:
