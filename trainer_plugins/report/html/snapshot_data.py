@@ -31,14 +31,12 @@ def snapshot_data(case: SnapshotCase, title: str) -> dict[str, object]:
     births, lasted, sizes, asked, addresses, nodes, kinds = (
         [list(column) for column in zip(*rows, strict=True)] if rows else [[] for _ in range(7)]
     )
-    ranges, segments = (
-        ranges_after(case.card, -1),
-        [
-            (at, event.address, event.reserved_bytes)
-            for at, event in enumerate(case.card.events)
-            if event.reserved_bytes
-        ],
-    )
+    ranges = ranges_after(case.card, -1)
+    segments = [
+        (at, event.address, event.reserved_bytes)
+        for at, event in enumerate(case.card.events)
+        if event.reserved_bytes
+    ]
     base = min([*addresses, *(low for low, _ in ranges), *(at for _, at, _ in segments)], default=0)
     return {
         "title": title,
