@@ -1,6 +1,7 @@
 """Replace attributes of modules, classes and objects for a while, and restore them."""
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable
 
@@ -25,7 +26,12 @@ class Patches(contextlib.ExitStack):
         """Replace a function by `wrapper(original, *args, **kwargs)`, if this version has it."""
         if (original := getattr(owner, name, None)) is None:
             return
-        self.set(owner, name, lambda *args, **kwargs: wrapper(original, *args, **kwargs))
+
+        @functools.wraps(original)
+        def wrapped(*args: object, **kwargs: object) -> object:
+            return wrapper(original, *args, **kwargs)
+
+        self.set(owner, name, wrapped)
 
     def _restore(self, owner: object, name: str, before: object, ours: object) -> None:
         if self._keeps_later and vars(owner).get(name, _ABSENT) is not ours:

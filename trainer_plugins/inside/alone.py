@@ -5,7 +5,6 @@ A launcher starts all its processes, and those of other ranks end as soon as Pyt
 backend that torch has for its tests. This file patches everything that would wait for them.
 """
 
-import functools
 import os
 import sys
 from collections.abc import Iterator
@@ -14,6 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from trainer_plugins.patched import Patches
 
 
 def is_alone() -> bool:
@@ -49,22 +50,14 @@ def be_all_ranks() -> None:
         "alone", lambda _, rank, size, __: group._create_internal(rank, size), devices=["cpu"]
     )
     c10d: Any = sys.modules["torch.distributed.distributed_c10d"]
-    make = c10d._new_process_group_helper
 
     # With a device, torch splits the communicator of all ranks, and NCCL asks the others for the
     # size of each part. Without one, each group has its own size.
-    @functools.wraps(make)
     def make_group(
-        size: int,
-        rank: int,
-        ranks: Any,
-        name: str,
-        *args: Any,
-        device_id: Any = None,
-        **kwargs: Any,
+        make: Any, size: int, rank: int, ranks: Any, name: str, *args: Any, **kwargs: Any
     ) -> Any:
         wanted = name if name != "undefined" else "cpu:gloo,cuda:nccl"
         ours = dist.Backend(wanted.replace("gloo", "alone"))
-        return make(size, rank, ranks, ours, *args, **kwargs)
+        return make(size, rank, ranks, ours, *args, **{**kwargs, "device_id": None})
 
-    c10d._new_process_group_helper = make_group
+    Patches().wrap(c10d, "_new_process_group_helper", make_group)

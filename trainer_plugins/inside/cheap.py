@@ -3,7 +3,6 @@
 Unwritten main memory is never allocated, so states of hundreds of GiB can be offloaded here.
 """
 
-import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map, tree_map_only
 
 from trainer_plugins.inside.process import has_numbers
+from trainer_plugins.patched import Patches
 
 _LARGE_BYTES = 1 << 20
 _aten: Any = torch.ops.aten
@@ -38,32 +38,23 @@ _empty = torch.empty  # before DeepSpeed's zero.Init replaces it
 
 def skip_initialisation() -> None:
     """Make the functions of `torch.nn.init` skip tensors of 1 MiB and more."""
-    for name, fill in [*vars(torch.nn.init).items()]:
+
+    def fill_if_small(fill: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        is_small = tensor.numel() * tensor.element_size() < _LARGE_BYTES
+        return fill(tensor, *args, **kwargs) if is_small else tensor
+
+    for name in [*vars(torch.nn.init)]:
         if name.endswith("_") and not name.startswith("_"):
-            setattr(torch.nn.init, name, _only_if_small(fill))
+            Patches().wrap(torch.nn.init, name, fill_if_small)
 
 
 def read_no_weights() -> None:
     """Make safetensors not read the first byte of a tensor, which reads MiB of its file ahead."""
-    storage: Any = torch.UntypedStorage
-    get = storage.__getitem__
 
-    @functools.wraps(get)
-    def get_part(self: Any, at: Any) -> Any:
-        is_first = isinstance(at, int) and self.device.type == "cpu"
-        return 0 if is_first and self.nbytes() >= _LARGE_BYTES else get(self, at)
+    def get_part(get: Any, storage: Any, at: Any) -> Any:
+        return 0 if isinstance(at, int) and storage.device.type == "cpu" else get(storage, at)
 
-    storage.__getitem__ = get_part
-
-
-def _only_if_small(fill: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(fill)
-    def fill_if_small(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if tensor.numel() * tensor.element_size() >= _LARGE_BYTES:
-            return tensor
-        return fill(tensor, *args, **kwargs)
-
-    return fill_if_small
+    Patches().wrap(torch.UntypedStorage, "__getitem__", get_part)
 
 
 def skip_adam_of_the_processor() -> None:

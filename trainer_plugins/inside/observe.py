@@ -28,6 +28,7 @@ from trainer_plugins.inside import alone
 from trainer_plugins.inside.named import Namer, count_parameters
 from trainer_plugins.inside.process import host_peak, say
 from trainer_plugins.inside.seen import MOST_EVENTS, Seen, write
+from trainer_plugins.patched import Patches
 
 _RESUMES = "TRAINER_PLUGINS_DRY_RESUMES"  # set if a process only resumes another's checkpoint
 _MICRO_STEPS = 2
@@ -59,9 +60,8 @@ def record() -> None:
     # A program that records for itself would restart or end this recording.
     torch.cuda.memory._record_memory_history = lambda *_, **__: None
     _hooks.append(register_module_forward_pre_hook(_notice_first_pass))
-    show = sys.excepthook
 
-    def write_and_show(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
+    def write_and_show(show: Any, kind: type[BaseException], error: Any, traceback: Any) -> None:
         if isinstance(error, torch.OutOfMemoryError):
             if _Observer.last is not None:
                 _Observer.last.write(died=True)
@@ -72,7 +72,7 @@ def record() -> None:
                 write(seen)
         show(kind, error, traceback)
 
-    sys.excepthook = write_and_show
+    Patches().wrap(sys, "excepthook", write_and_show)
 
 
 def _notice_first_pass(module: torch.nn.Module, _: object) -> None:
@@ -262,13 +262,12 @@ class _Observer:
 
     def _skip_like_micro_steps(self) -> None:
         """Skip micro-steps that repeat the previous one; not the last if ranks reduce in it."""
-        trainer, step = self._trainer, self._trainer.training_step
+        trainer = self._trainer
         accumulation, count = trainer.args.gradient_accumulation_steps, 0
         is_one_process = trainer.accelerator.distributed_type == DistributedType.NO
         num_skippable = accumulation if is_one_process else accumulation - 1
 
-        @functools.wraps(step)
-        def training_step(*args: Any, **kwargs: Any) -> Any:
+        def training_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             nonlocal count
             position = count % accumulation
             count += 1
@@ -278,7 +277,7 @@ class _Observer:
                 time.sleep(_NCCL_LOOKS_SECONDS)
             return step(*args, **kwargs)
 
-        trainer.training_step = training_step
+        Patches().wrap(trainer, "training_step", training_step)
 
     def write(self, *notes: str, died: bool = False) -> None:
         """Write the results, and a snapshot of the allocator, for the process that asked."""
@@ -303,14 +302,13 @@ class _Observer:
 
     def _watch_moments(self) -> None:
         trainer = self._trainer
-        save = trainer._save_checkpoint
 
-        def save_alone(*args: Any, **kwargs: Any) -> None:
+        def save_alone(save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
             with alone.forgive_others("the save", self._seen.notes):
                 save(*args, **kwargs)
                 self._is_saved = True
 
-        trainer._save_checkpoint = save_alone
+        Patches().wrap(trainer, "_save_checkpoint", save_alone)
         self._around(trainer, "evaluate", "evaluation")
         self._around(trainer, "_save_checkpoint", "save")
         self._around(trainer, "compute_loss", "forward")
@@ -322,10 +320,8 @@ class _Observer:
 
     def _around(self, owner: Any, name: str, moment: str) -> None:
         """Make a method a moment; after a backward pass comes the optimizer step."""
-        method = getattr(owner, name)
 
-        @functools.wraps(method)
-        def around(*args: Any, **kwargs: Any) -> Any:
+        def around(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if self is _Observer.last:  # belongs to an earlier training
                 return method(*args, **kwargs)
             outer = self._moment
@@ -345,7 +341,7 @@ class _Observer:
                 self._name("gradients", moment)
             return result
 
-        setattr(owner, name, around)
+        Patches().wrap(owner, name, around)
 
     def _name(self, what: str, moment: str) -> None:
         """Name the model's tensors at their current addresses."""

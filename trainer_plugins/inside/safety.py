@@ -1,6 +1,5 @@
 """Keeps a dry run from pushing, reporting, and writing the bytes of a checkpoint."""
 
-import functools
 import io
 import json
 import mmap
@@ -25,10 +24,9 @@ def save_no_bytes() -> None:
     import torch.serialization
     from torch.utils._pytree import tree_leaves
 
-    save = torch.serialization.save
-
-    @functools.wraps(save)
-    def save_holes(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
+    def save_holes(
+        save: Callable[..., None], obj: object, f: Any, *args: Any, **kwargs: Any
+    ) -> None:
         tensors = (each for each in tree_leaves(obj) if isinstance(each, torch.Tensor))
         is_small = sum(each.nbytes for each in tensors) < _SMALL_BYTES  # such as generators
         if is_small or isinstance(f, io.BytesIO):  # for another process, or a pickle
@@ -38,10 +36,7 @@ def save_no_bytes() -> None:
                 save(obj, f, *args, **kwargs)
         # Skip open files (torch.distributed.checkpoint's parts): they cannot have holes.
 
-    load = torch.serialization.load
-
-    @functools.wraps(load)
-    def load_mapped(f: Any, *args: Any, **kwargs: Any) -> Any:
+    def load_mapped(load: Callable[..., Any], f: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(f, (str, os.PathLike)) or not zipfile.is_zipfile(f):
             return load(f, *args, **kwargs)
         kwargs["mmap"] = True  # its bytes are not needed
@@ -51,8 +46,9 @@ def save_no_bytes() -> None:
         with torch.serialization.set_default_mmap_options(flags):
             return load(f, *args, **kwargs)
 
-    torch.save = torch.serialization.save = save_holes
-    torch.load = torch.serialization.load = load_mapped
+    for module in (torch, torch.serialization):
+        Patches().wrap(module, "save", save_holes)
+        Patches().wrap(module, "load", load_mapped)
 
 
 def load_no_parts() -> None:

@@ -3,8 +3,7 @@
 Other requests of a program to its Trainer, such as an evaluation before training, are short too.
 """
 
-import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch.utils.data import IterableDataset, Subset
 from transformers import Trainer, TrainerCallback
 
 from trainer_plugins.longest import longest_rows
+from trainer_plugins.patched import Patches
 
 _MOST_EVALUATED_BATCHES = 16
 _MOST_GENERATED_BATCHES = 2
@@ -48,20 +48,17 @@ class OnceInTheEnd(TrainerCallback):  # type: ignore[misc]
 
 def evaluate_few_rows(notes: list[str]) -> None:
     """Make every evaluation and prediction take only the first rows, and note that."""
-    for_evaluation, for_test = Trainer.get_eval_dataloader, Trainer.get_test_dataloader
 
-    @functools.wraps(for_evaluation)
-    def get_eval_dataloader(self: Any, eval_dataset: Any = None) -> Any:
-        data = self.eval_dataset if eval_dataset is None else eval_dataset
-        data = self.eval_dataset[data] if isinstance(data, str) else data
-        return for_evaluation(self, _first(self.args, data, notes))
+    def load_evaluation(load: Callable[..., Any], trainer: Any, eval_dataset: Any = None) -> Any:
+        data = trainer.eval_dataset if eval_dataset is None else eval_dataset
+        data = trainer.eval_dataset[data] if isinstance(data, str) else data
+        return load(trainer, _first(trainer.args, data, notes))
 
-    @functools.wraps(for_test)
-    def get_test_dataloader(self: Any, test_dataset: Any) -> Any:
-        return for_test(self, _first(self.args, test_dataset, notes))
+    def load_test(load: Callable[..., Any], trainer: Any, test_dataset: Any) -> Any:
+        return load(trainer, _first(trainer.args, test_dataset, notes))
 
-    Trainer.get_eval_dataloader = get_eval_dataloader
-    Trainer.get_test_dataloader = get_test_dataloader
+    Patches().wrap(Trainer, "get_eval_dataloader", load_evaluation)
+    Patches().wrap(Trainer, "get_test_dataloader", load_test)
 
 
 def take_the_longest_rows(trainer: Any, notes: list[str]) -> None:

@@ -103,17 +103,16 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func in _IN_PLACE and _is_autograds_own(args[0]):
             func = _IN_PLACE[func]
         packet: Any = func.overloadpacket
-        if not all(map(self._is_small, given)):
-            made = func(*args, **kwargs)
+        are_small = all(map(self._is_small, given))
+        made = func(*args, **kwargs)
+        if not are_small:
             self._clear(made, given)
             _choose(packet, made, args)
             return made
         if func._schema.is_mutable:
-            made = func(*args, **kwargs)
             if packet not in _MOVES_STORAGE:
                 self._compute(func, args, kwargs)
             return made
-        made = func(*args, **kwargs)
         if packet in _UNSET:
             self._clear(made, given)
             return made
