@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
@@ -86,26 +87,23 @@ class EvaluationCallback(RunCallback):
 def _wrap_evaluate() -> None:
     classes = type(calling_trainer()).__mro__
     owner = next((each for each in classes if "evaluate" in vars(each)), Trainer)
-    wrap_once("evaluate", EvaluationCallback, _telling, owner)
+    wrap_once("evaluate", EvaluationCallback, _tell_callbacks, owner)
 
 
-def _telling(evaluate: Method) -> Method:
-    def call(self: HfTrainer, *args: object, **kwargs: object) -> object:
-        callbacks = [
-            each
-            for each in self.callback_handler.callbacks
-            if isinstance(each, EvaluationCallback) and not each.is_inside  # not by `super()`
-        ]
-        event = {"model": self.model, "optimizer": self.optimizer}
-        with ExitStack() as stack:
-            for each in callbacks:
-                stack.enter_context(each.evaluating(self.args, self.state, event))
-            metrics = evaluate(self, *args, **kwargs)
+def _tell_callbacks(evaluate: Method, trainer: HfTrainer, *args: Any, **kwargs: Any) -> object:
+    callbacks = [
+        each
+        for each in trainer.callback_handler.callbacks
+        if isinstance(each, EvaluationCallback) and not each.is_inside  # not by `super()`
+    ]
+    event = {"model": trainer.model, "optimizer": trainer.optimizer}
+    with ExitStack() as stack:
         for each in callbacks:
-            # Inside training the next event marks the end. By now the callback may be gone.
-            is_there = any(each is one for one in self.callback_handler.callbacks)
-            if is_there and each.is_end_due and not inside_training():
-                each.on_evaluate(self.args, self.state, self.control, **event)
-        return metrics
-
-    return call
+            stack.enter_context(each.evaluating(trainer.args, trainer.state, event))
+        metrics: object = evaluate(trainer, *args, **kwargs)
+    for each in callbacks:
+        # Inside training the next event marks the end. By now the callback may be gone.
+        is_there = any(each is one for one in trainer.callback_handler.callbacks)
+        if is_there and each.is_end_due and not inside_training():
+            each.on_evaluate(trainer.args, trainer.state, trainer.control, **event)
+    return metrics

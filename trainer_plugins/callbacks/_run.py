@@ -42,7 +42,7 @@ class RunCallback(TrainerCallback):
         self._number = uuid4().int  # shared with copies, for which `id` would differ
         self._has_failed = False
         self._users_own: Callable[[], list[TrainerCallback]] = list
-        wrap_once("train", RunCallback, _ending_what_raises)
+        wrap_once("train", RunCallback, _end_if_it_raises)
         self.reset()
 
     def reset(self) -> None:
@@ -235,39 +235,38 @@ def put_around(
 ) -> None:
     """Wrap a method that has no event, for each Trainer that has a callback of this kind."""
 
-    def run_surrounded(method: Method) -> Method:
-        def call(self: HfTrainer, *args: object, **kwargs: object) -> object:
-            callback = callback_of(self, kind)
-            with around(callback, self, *args, **kwargs) if callback else nullcontext():
-                return method(self, *args, **kwargs)
-
-        return call
+    def run_surrounded(method: Method, trainer: HfTrainer, *args: Any, **kwargs: Any) -> object:
+        callback = callback_of(trainer, kind)
+        with around(callback, trainer, *args, **kwargs) if callback else nullcontext():
+            return method(trainer, *args, **kwargs)
 
     wrap_once(name, kind, run_surrounded)
 
 
-def wrap_once(
-    name: str, kind: type, wrap: Callable[[Method], Method], owner: type = Trainer
-) -> None:
-    """Wrap a method of `transformers.Trainer`, or of a subclass, once per class of callbacks."""
+def wrap_once(name: str, kind: type, wrapper: Method, owner: type = Trainer) -> None:
+    """Replace a method of a Trainer's class, once per class of callbacks.
+
+    A call becomes `wrapper(method, trainer, *args, **kwargs)`.
+    """
     # We wrap the class, not the instance: that spares copied Trainers and includes later ones.
     method = getattr(owner, name)
     known: frozenset[type] = getattr(method, "wrapped_for", frozenset())
     if kind not in known:
-        ours = functools.wraps(method)(wrap(method))
-        vars(ours)["wrapped_for"] = known | {kind}
-        setattr(owner, name, ours)
+
+        @functools.wraps(method)
+        def call(self: HfTrainer, *args: object, **kwargs: object) -> object:
+            return wrapper(method, self, *args, **kwargs)
+
+        vars(call)["wrapped_for"] = known | {kind}
+        setattr(owner, name, call)
 
 
-def _ending_what_raises(train: Method) -> Method:
-    def call(self: HfTrainer, *args: object, **kwargs: object) -> object:
-        try:
-            return train(self, *args, **kwargs)
-        except BaseException:
-            for each in self.callback_handler.callbacks:
-                if isinstance(each, RunCallback):
-                    with each.harmless():
-                        each.run_raises()
-            raise
-
-    return call
+def _end_if_it_raises(train: Method, trainer: HfTrainer, *args: Any, **kwargs: Any) -> object:
+    try:
+        return train(trainer, *args, **kwargs)
+    except BaseException:
+        for each in trainer.callback_handler.callbacks:
+            if isinstance(each, RunCallback):
+                with each.harmless():
+                    each.run_raises()
+        raise

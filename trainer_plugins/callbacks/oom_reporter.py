@@ -78,7 +78,7 @@ class OOMReporter(RunCallback):
         super().__init__(device, timeline)
         self.snapshot = snapshot
         for name in ("train", "evaluate", "predict"):
-            wrap_once(name, OOMReporter, partial(_reporting, name))
+            wrap_once(name, OOMReporter, partial(_report_errors, name))
 
     def reset(self) -> None:
         super().reset()
@@ -197,23 +197,21 @@ def _select_this_run(timeline: Timeline) -> tuple[MemoryReading, ...]:
     return tuple(readings)
 
 
-def _reporting(name: str, method: Method) -> Method:
-    """Wrap a method to pass its exceptions to the Trainer's reporter: no event does."""
-
-    def call(self: HfTrainer, *args: object, **kwargs: object) -> object:
-        try:
-            return method(self, *args, **kwargs)
-        except BaseException as error:
-            reporter = callback_of(self, OOMReporter)
-            if reporter is not None and not _is_inside_another(self):
-                reporter.report(self, name, error)
-            raise
-
-    return call
+def _report_errors(
+    name: str, method: Method, trainer: HfTrainer, *args: object, **kwargs: object
+) -> object:
+    """Pass a method's exceptions to the Trainer's reporter: no event does."""
+    try:
+        return method(trainer, *args, **kwargs)
+    except BaseException as error:
+        reporter = callback_of(trainer, OOMReporter)
+        if reporter is not None and not _is_inside_another(trainer):
+            reporter.report(trainer, name, error)
+        raise
 
 
 def _is_inside_another(trainer: HfTrainer) -> bool:
     """Return whether an outer call of these methods on this Trainer will see the full traceback."""
     frames = frames_above()
     code = next(frames).f_code
-    return any(frame.f_code is code and frame.f_locals["self"] is trainer for frame in frames)
+    return any(frame.f_code is code and frame.f_locals["trainer"] is trainer for frame in frames)

@@ -49,20 +49,17 @@ class ReleaseEarlierRuns(RunCallback):
             _known.add(trainer)
 
 
-def _release_before(method: Method) -> Method:
-    def move(self: HfTrainer, *args: object, **kwargs: object) -> object:
-        for trainer in list(_known):
-            is_next_trial = trainer is self and self.model_init is not None
-            has_failed = trainer.is_in_train and not _is_training(trainer)
-            callback = callback_of(trainer, ReleaseEarlierRuns)
-            if callback is not None and (is_next_trial or has_failed):
-                with callback.harmless():
-                    what = released(trainer)
-                    logger.info("an earlier run of this process still held memory: %s", what)
-        gc.collect()
-        return method(self, *args, **kwargs)
-
-    return move
+def _release_before(move: Method, mover: HfTrainer, *args: object, **kwargs: object) -> object:
+    for trainer in list(_known):
+        is_next_trial = trainer is mover and mover.model_init is not None
+        has_failed = trainer.is_in_train and not _is_training(trainer)
+        callback = callback_of(trainer, ReleaseEarlierRuns)
+        if callback is not None and (is_next_trial or has_failed):
+            with callback.harmless():
+                what = released(trainer)
+                logger.info("an earlier run of this process still held memory: %s", what)
+    gc.collect()
+    return move(mover, *args, **kwargs)
 
 
 def _is_training(trainer: HfTrainer) -> bool:

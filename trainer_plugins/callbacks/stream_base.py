@@ -3,6 +3,7 @@
 import logging
 import traceback
 from collections.abc import Callable
+from functools import partial
 
 from torch import nn
 
@@ -62,7 +63,7 @@ class StreamBase(RunCallback):
         self._warned = ""
         self._is_asked, self._is_strict = when == "always", on_refusal == "error"
         # The Trainer has no event before it moves its model.
-        wrap_once("_move_model_to_device", StreamBase, _asking)
+        wrap_once("_move_model_to_device", StreamBase, _ask_to_move)
 
     @property
     def asked_to_stream(self) -> tuple[int, bool] | None:
@@ -120,15 +121,13 @@ def _try_to_move(move: Callable[[], object], args: HfArguments) -> str:
     return why or ("another rank ran out of memory" if is_any_full else "")
 
 
-def _asking(method: Method) -> Method:
-    def move(self: HfTrainer, model: nn.Module, device: object) -> object:
-        callback = _stream_base_of(self)
-        if callback is None:
-            return method(self, model, device)
-        callback.move(self, model, lambda: method(self, model, device))
-        return None
-
-    return move
+def _ask_to_move(method: Method, trainer: HfTrainer, model: nn.Module, device: object) -> None:
+    move = partial(method, trainer, model, device)
+    callback = _stream_base_of(trainer)
+    if callback is None:
+        move()
+    else:
+        callback.move(trainer, model, move)
 
 
 def _stream_base_of(trainer: HfTrainer) -> StreamBase | None:

@@ -109,7 +109,7 @@ def survive_oom(
             Nothing is changed then.
     """
     check_options(min_micro_batch, ladder, on_refusal, rows_at_once)
-    wrap_once("train", Survival, _instead_of_the_finder)
+    wrap_once("train", Survival, _replace_finder)
     family = family_of(trainer, is_vouched=vouch_for_loss)
     reasons = refusals(trainer, family)
     if not holds_here():
@@ -189,7 +189,7 @@ class SurviveOOM(RunCallback):
     ) -> None:
         super().__init__()
         check_options(min_micro_batch, ladder, on_refusal, rows_at_once)
-        wrap_once("train", Survival, _instead_of_the_finder)
+        wrap_once("train", Survival, _replace_finder)
         # Streams a base that does not fit when the Trainer moves it.
         self.stream_base = StreamBase(RESIDENT_LAYERS, when="needed") if STREAM in ladder else None
         self.attach = partial(
@@ -214,23 +214,17 @@ class SurviveOOM(RunCallback):
             self.attach(trainer)
 
 
-def _instead_of_the_finder(train: Method) -> Method:
+def _replace_finder(train: Method, trainer: Trainer, *args: object, **kwargs: object) -> object:
     """Replace transformers' batch-size finder, which would restart, where survival can help."""
-
-    def call(self: Trainer, *args: object, **kwargs: object) -> object:
-        if not self.args.auto_find_batch_size:
-            return train(self, *args, **kwargs)
-        survival = callback_of(self, SurviveOOM)
-        if survival is not None and callback_of(self, SurvivalMemo) is None:
-            survival.attach(self)
-        if callback_of(self, SurvivalMemo) is None:  # it cannot help, and has logged why
-            return train(self, *args, **kwargs)
-        logger.warning(
-            "survival replaces auto_find_batch_size in this training: it splits a micro-batch"
-            " that does not fit, and keeps batch, steps and schedule"
-        )
-        with Patches() as patches:
-            patches.set(self.args, "auto_find_batch_size", False)
-            return train(self, *args, **kwargs)
-
-    return call
+    with Patches() as patches:
+        if trainer.args.auto_find_batch_size:
+            survival = callback_of(trainer, SurviveOOM)
+            if survival is not None and callback_of(trainer, SurvivalMemo) is None:
+                survival.attach(trainer)
+            if callback_of(trainer, SurvivalMemo) is not None:  # else it has logged why
+                logger.warning(
+                    "survival replaces auto_find_batch_size in this training: it splits a"
+                    " micro-batch that does not fit, and keeps batch, steps and schedule"
+                )
+                patches.set(trainer.args, "auto_find_batch_size", False)
+        return train(trainer, *args, **kwargs)
