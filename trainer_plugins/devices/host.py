@@ -8,7 +8,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
-from typing import NamedTuple
 
 import psutil
 
@@ -125,41 +124,34 @@ class HostDevice:
         return HostFacts(num_oom_kills, shm_total_bytes, shm_free_bytes)
 
 
-class _Names(NamedTuple):
-    """The file names of a version of control groups, and one key of memory.stat."""
-
-    limit: str
-    current: str
-    events: str
-    inactive: str
-
-
-_V1 = _Names(
-    "memory.limit_in_bytes", "memory.usage_in_bytes", "memory.oom_control", "total_inactive_file"
-)
-_V2 = _Names("memory.max", "memory.current", "memory.events", "inactive_file")
+# For each version of control groups, the other fields of `_Limit`.
+_V1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "memory.oom_control", "total_inactive_file"
+_V2 = "memory.max", "memory.current", "memory.events", "inactive_file"
 
 
 @dataclass(frozen=True, slots=True)
 class _Limit:
     folder: Path
-    names: _Names
+    limit: str  # this and the next two: files in the folder
+    current: str
+    events: str
+    inactive: str  # key in memory.stat
 
     def limit_bytes(self) -> int | None:
-        text = _text(self.folder / self.names.limit)
+        text = _text(self.folder / self.limit)
         if not text or text == "max" or int(text) >= _NO_LIMIT:
             return None
         return int(text)
 
     def working_set_bytes(self) -> int:
         """Return the memory that counts towards the limit and cannot be dropped, like kubelet."""
-        text = _text(self.folder / self.names.current)
+        text = _text(self.folder / self.current)
         if not text:
             return 0
-        return max(0, int(text) - _table(self.folder / "memory.stat").get(self.names.inactive, 0))
+        return max(0, int(text) - _table(self.folder / "memory.stat").get(self.inactive, 0))
 
     def num_oom_kills(self) -> int:
-        return _table(self.folder / self.names.events).get("oom_kill", 0)
+        return _table(self.folder / self.events).get("oom_kill", 0)
 
 
 def _limits_around(proc: Path, cgroups: Path) -> tuple[_Limit, ...]:
@@ -179,7 +171,7 @@ def _limits_around(proc: Path, cgroups: Path) -> tuple[_Limit, ...]:
         folder = root
     inward_out = [folder, *folder.parents]
     around = inward_out[: inward_out.index(root) + 1]
-    return tuple(_Limit(folder, names) for folder in around if (folder / "memory.stat").is_file())
+    return tuple(_Limit(folder, *names) for folder in around if (folder / "memory.stat").is_file())
 
 
 def _high_water_bytes() -> int:

@@ -4,7 +4,7 @@ import gc
 import logging
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from time import perf_counter
 from typing import TypeVar
@@ -148,14 +148,10 @@ class CardReader:
 
 def card_of(device: torch.device) -> CardReader:
     """Open the card of a run; never read main memory, or devices that torch does not count."""
-    if device.type == "cpu":
-        return CardReader(None)
-    try:
+    card = None
+    with suppress(Exception):  # a ValueError if torch counts nothing, or any error of a driver
         card = open_device(device)
-        return CardReader(card if isinstance(card, AcceleratorDevice) else None)
-    # a ValueError if torch counts nothing, or any error of a driver
-    except Exception:  # noqa: BLE001
-        return CardReader(None)
+    return CardReader(card if isinstance(card, AcceleratorDevice) else None)
 
 
 def judge_left_over(

@@ -65,7 +65,7 @@ class State:
         has_parameters: bool = False,
     ) -> None:
         self._kept: list[tuple[Holder, Contents]] = []
-        self._draws: list[tuple[Holder, Contents]] = []
+        self._draws: list[tuple[Holder, Contents]] = []  # generators, and their states
         self._leaves: dict[int, _Leaf] = {}
         modules = dict(model.named_modules()) if model is not None else {}
         for path, module in modules.items():
@@ -113,8 +113,8 @@ class State:
     def draw_more(self, num: int) -> None:
         """Make generators held by objects draw `num` numbers."""
         for holder, _ in self._draws:
-            if holder.draw is not None and num:
-                holder.draw(num)
+            assert holder.draw is not None
+            holder.draw(num)
 
     def name_consumed(self) -> Iterator[str]:
         """Describe each object that yields values and cannot go back."""

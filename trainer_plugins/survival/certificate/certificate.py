@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -46,14 +45,6 @@ _SPARING = 300  # the next check waits until pieces cost this many times its own
 
 Kind = tuple[str, tuple[tuple[str, torch.dtype, int, bool], ...]]
 """A kind of batch: the unit of its layout; for each tensor, name, type, dimensions and gaps."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    layout: Layout
-    inputs: Inputs
-    kind: Kind
-    num_fit: int
 
 
 class Certificate:
@@ -147,8 +138,8 @@ class Certificate:
                 comparison.weights = tuple(w for w in comparison.weights if w in fitted)
                 if self._ranks.on_any(not comparison.weights):
                     raise NotAdditiveError("the class weights of its loss have changed")
-                asked = _Asked(layout, inputs, kind, num_fit)
-                told, remaining = self._judge(comparison, asked)
+                told = self._measure(comparison, layout, inputs, num_fit)
+                remaining = self._judge(comparison, told, self.is_new(kind, inputs))
                 if self._ranks.on_any(not self.knows(layout) and has_exchanged()):
                     comparison.end_with(samples.short(layout, inputs))
                 self.overwritten |= comparison.overwritten
@@ -235,15 +226,12 @@ class Certificate:
             finally:
                 state.restore()
 
-    def _judge(
-        self, comparison: Comparison, asked: _Asked
-    ) -> tuple[list[Measurement], list[Weight]]:
-        """Return the measurements, and the weights that fit, the same on all ranks."""
-        told = self._measure(comparison, asked)
+    def _judge(self, comparison: Comparison, told: list[Measurement], is_new: bool) -> list[Weight]:
+        """Return the weights that fit, the same on all ranks."""
         if not told:
-            if self._ranks.on_any(self.is_new(asked.kind, asked.inputs)):
+            if self._ranks.on_any(is_new):
                 raise IndivisibleError(comparison.why_inconclusive)
-            return [], []
+            return []
         for one in told:
             if self._ranks.on_any(not one.is_additive):
                 raise NotAdditiveError(comparison.describe(one))
@@ -252,15 +240,14 @@ class Certificate:
             raise NotAdditiveError(comparison.describe(told[-1]))
         if comparison.why_moved:
             raise NotAdditiveError(comparison.why_moved)
-        return told, remaining
+        return remaining
 
-    def _measure(self, comparison: Comparison, asked: _Asked) -> list[Measurement]:
-        layout, inputs = asked.layout, asked.inputs
+    def _measure(
+        self, comparison: Comparison, layout: Layout, inputs: Inputs, num_fit: int
+    ) -> list[Measurement]:
         is_gradient, is_vouched = self._is_trained, self._family.is_vouched
         is_first = self._ranks.on_any(not self.knows(layout))
-        halves = samples.real(
-            layout, inputs, asked.num_fit, comparison.weights, varies_labels=is_vouched
-        )
+        halves = samples.real(layout, inputs, num_fit, comparison.weights, varies_labels=is_vouched)
         told = comparison.first_conclusive(halves, is_gradient=is_gradient)
         self.did_not_fit = [(one.num, cells(one.whole)) for one in comparison.did_not_fit]
         found = [told]
@@ -268,14 +255,15 @@ class Certificate:
             cut = samples.short(layout, inputs)
             found.append(comparison.first_conclusive(cut, is_gradient=is_gradient))
         if is_gradient:
-            found.append(self._measure_all(comparison, asked))
-        found.extend(self._measure_classes(comparison, asked))
+            found.append(self._measure_all(comparison, layout, inputs, num_fit))
+        found.extend(self._measure_classes(comparison, layout, inputs))
         return [one for one in found if one is not None]
 
-    def _measure_all(self, comparison: Comparison, asked: _Asked) -> Measurement | None:
+    def _measure_all(
+        self, comparison: Comparison, layout: Layout, inputs: Inputs, num_fit: int
+    ) -> Measurement | None:
         """Measure all rows at once: cut short, or by the loss alone, which keeps no activations."""
-        layout, inputs = asked.layout, asked.inputs
-        if not self._ranks.on_any(layout.count(inputs) > max(asked.num_fit, SHORT[0])):
+        if not self._ranks.on_any(layout.count(inputs) > max(num_fit, SHORT[0])):
             return None  # others had as many
         sample = samples.all_rows(layout, inputs)
         if self._ranks.on_any(cells(sample.whole) < cells(inputs)):
@@ -286,15 +274,16 @@ class Certificate:
             return None
         told = comparison.first_conclusive([sample], is_gradient=False)
         if told is not None and not told.is_additive:
-            few = samples.real(layout, inputs, asked.num_fit, comparison.weights)
+            few = samples.real(layout, inputs, num_fit, comparison.weights)
             small = comparison.first_conclusive(few, is_gradient=False)
             if small is None or not small.is_additive:
                 return None  # the loss has a term without a gradient
         return told
 
-    def _measure_classes(self, comparison: Comparison, asked: _Asked) -> Iterator[Measurement]:
-        new = self.new_classes(asked.inputs)
-        pairs = samples.pair_classes(asked.layout, asked.inputs, new)
+    def _measure_classes(
+        self, comparison: Comparison, layout: Layout, inputs: Inputs
+    ) -> Iterator[Measurement]:
+        pairs = samples.pair_classes(layout, inputs, self.new_classes(inputs))
         for place in range(self._ranks.highest(len(pairs))):
             pair = pairs[place : place + 1]
             told = comparison.first_conclusive(pair, is_gradient=self._is_trained)

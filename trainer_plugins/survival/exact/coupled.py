@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -37,28 +39,25 @@ class Coupling:
         """Release everything kept for a micro-batch."""
 
 
+@dataclass(frozen=True)
 class TwoMeans(Coupling):
     """A loss that adds a mean over tokens to a mean over rows, such as ORPO's."""
 
     # We scale the mean over tokens by the part's tokens per row, divided by the whole's. The whole
     # loss is then a mean over rows, and so is the metric that trainers log for it.
 
-    def __init__(
-        self,
-        num_tokens: Callable[[Inputs], torch.Tensor],
-        num_rows: Callable[[Inputs], int],
-        scaled: Callable[[float], AbstractContextManager[object]],
-    ) -> None:
-        self._num_tokens, self._num_rows = num_tokens, num_rows
-        self._scaled = scaled  # scales the mean over tokens while a loss is computed
+    num_tokens: Callable[[Inputs], torch.Tensor]
+    num_rows: Callable[[Inputs], int]
+    # Scales the mean over tokens while a loss is computed.
+    scale: Callable[[float], AbstractContextManager[object]]
 
     def loss(self, compute: Compute, part: Inputs, whole: Divided) -> torch.Tensor:
         of_whole = self._count_per_row(whole.inputs)
-        with self._scaled(self._count_per_row(part) / of_whole if of_whole else 1.0):
+        with self.scale(self._count_per_row(part) / of_whole if of_whole else 1.0):
             return compute(part)
 
     def _count_per_row(self, inputs: Inputs) -> float:
-        return float(self._num_tokens(inputs)) / self._num_rows(inputs)
+        return float(self.num_tokens(inputs)) / self.num_rows(inputs)
 
 
 def orpo(trainer: Any) -> TwoMeans:
@@ -68,7 +67,7 @@ def orpo(trainer: Any) -> TwoMeans:
     return TwoMeans(
         lambda inputs: (inputs["chosen_attention_mask"][:, 1:] == 1).sum(),
         lambda inputs: len(inputs["chosen_labels"]),
-        lambda factor: _scale_output(trainer, factor),
+        partial(_scale_output, trainer),
     )
 
 
@@ -78,7 +77,7 @@ def cpo(trainer: Any) -> TwoMeans:
     return TwoMeans(
         lambda inputs: (inputs["chosen_labels"][:, first:] != IGNORED).sum(),
         lambda inputs: len(inputs["chosen_labels"]),
-        lambda factor: _scale_output(trainer, factor),
+        partial(_scale_output, trainer),
     )
 
 
