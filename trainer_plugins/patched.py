@@ -28,10 +28,10 @@ class Patches(contextlib.ExitStack):
             return
 
         @functools.wraps(original)
-        def wrapped(*args: object, **kwargs: object) -> object:
+        def call_wrapper(*args: object, **kwargs: object) -> object:
             return wrapper(original, *args, **kwargs)
 
-        self.set(owner, name, wrapped)
+        self.set(owner, name, call_wrapper)
 
     def _restore(self, owner: object, name: str, before: object, ours: object) -> None:
         if self._keeps_later and vars(owner).get(name, _ABSENT) is not ours:

@@ -16,9 +16,7 @@ import torch
 from trainer_plugins.inside import shapes
 from trainer_plugins.inside.process import counters, outside_bytes
 
-_OURS = re.compile(
-    r"trainer_plugins/(?:(?:drycuda|inside|plug_in)/|patched\.py$)|torch/_ops\.py$"
-)
+_OURS = re.compile(r"trainer_plugins/(?:(?:drycuda|inside|plug_in)/|patched\.py$)|torch/_ops\.py$")
 _BACKWARD = {"filename": "/torch/autograd/graph.py", "line": 0, "name": "_engine_run_backward"}
 
 MOST_EVENTS = 1_000_000

@@ -1,8 +1,7 @@
 """Finds the repeated layers of a model, and the frozen weights that only they use."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -34,10 +33,8 @@ def frozen_weights(
     """
     layers = find_repeated_layers(model)
     if with_embeddings and layers:
-        first, last = (
-            _get_embeddings(model, "get_input_embeddings"),
-            _get_embeddings(model, "get_output_embeddings"),
-        )
+        getters = "get_input_embeddings", "get_output_embeddings"
+        first, last = (_get_embeddings(model, getter) for getter in getters)
         layers = [*first, *layers, *last]
     inside = {id(part): number for number, layer in enumerate(layers) for part in layer.modules()}
     owners: dict[int, set[int]] = {}
@@ -48,12 +45,12 @@ def frozen_weights(
         weights = [weight for weight in dict.fromkeys(layer.parameters()) if is_streamable(weight)]
         own: list[torch.Tensor] = [weight for weight in weights if len(owners[id(weight)]) == 1]
         if own:
-            yield layer, [*own, *_scales(own)]
+            states = (getattr(weight, "quant_state", None) for weight in own)  # one for 64 numbers
+            yield layer, [*own, *(state.absmax for state in states if state is not None)]
 
 
-def _get_embeddings(model: Any, getter: str) -> list[nn.Module]:
-    """Return the embeddings, or the head, of a model, if it has any."""
-    found = getattr(model, getter)() if hasattr(model, getter) else None
+def _get_embeddings(model: nn.Module, getter: str) -> list[nn.Module]:
+    found = getattr(model, getter, lambda: None)()
     return [found] if isinstance(found, nn.Module) else []
 
 
@@ -67,11 +64,3 @@ def is_streamable(weight: nn.Parameter) -> bool:
         and weight.dtype != torch.int8
         and is_quantised
     )
-
-
-def _scales(weights: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield the scales of 4-bit matrices: one number per 64 weights."""
-    for weight in weights:
-        state = getattr(weight, "quant_state", None)
-        if state is not None:
-            yield state.absmax

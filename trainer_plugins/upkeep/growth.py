@@ -117,12 +117,9 @@ class GrowthTeller:
             return _Named(_words_of_batches(self._batches))
         if finding.code != "leak-host":
             return _Named()
-        named = self._tensors("cpu", since)
-        return (
-            named
-            if named.grew
-            else self._container(float(finding.data["bytes_a_step"]) * LOOKS_TO_NAME, since)
-        )
+        if (named := self._tensors("cpu", since)).grew:
+            return named
+        return self._container(float(finding.data["bytes_a_step"]) * LOOKS_TO_NAME, since)
 
     def _find_unowned(self, tensors: list[torch.Tensor], device_type: str) -> list[torch.Tensor]:
         """Return tensors on a device that neither the model nor its optimizer owns."""
@@ -170,7 +167,10 @@ class GrowthTeller:
         return old is not None and old() is tensor
 
     def _growth_bytes(self, container: _Container) -> float:
-        return (len(container) - self._lengths[id(container)]) * _item_bytes(container)
+        """Estimate the growth in main memory, from the size of the last few items."""
+        last = _items(container)[-_NUM_SAMPLED:]
+        item_bytes = sum(map(_deep_bytes, last)) / max(1, len(last))
+        return (len(container) - self._lengths[id(container)]) * item_bytes
 
     def _container(self, least_bytes: float, since: _Since) -> _Named:
         """Find the list, deque or dictionary that grew by the most bytes."""
@@ -209,12 +209,6 @@ def _containers() -> list[_Container]:
 
 def _items(container: _Container | tuple[object, ...]) -> list[object]:
     return list(container.values()) if isinstance(container, dict) else list(container)
-
-
-def _item_bytes(container: _Container) -> float:
-    """Estimate the main memory of one item, from the last few."""
-    last = _items(container)[-_NUM_SAMPLED:]
-    return sum(map(_deep_bytes, last)) / max(1, len(last))
 
 
 def _deep_bytes(value: object, depth: int = 2) -> int:

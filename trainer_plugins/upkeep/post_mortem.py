@@ -8,9 +8,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from time import time
+from typing import Any
 
 import torch
 
@@ -22,9 +23,17 @@ from trainer_plugins.printable import printable
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.record.folder import replacing, write_new
 from trainer_plugins.record.history import rank_files
-from trainer_plugins.record.oom_record import Host, Moment, OomRecord, Part, Peer, Planned, Shape
+from trainer_plugins.record.oom_record import (
+    Host,
+    Moment,
+    OomRecord,
+    Part,
+    Peer,
+    Planned,
+    Process,
+    Shape,
+)
 from trainer_plugins.record.run_facts import RunFacts
-from trainer_plugins.record.shown import Process
 from trainer_plugins.record.timeline import Sample, from_line
 from trainer_plugins.upkeep.frames import batch_of, find_moment, render_frames, traceback_frames
 from trainer_plugins.upkeep.holders import count_alive
@@ -202,45 +211,42 @@ def _scene_without_trainer(folder: Path, began_seconds: float) -> Scene:
 MAX_ENTRIES = 100_000  # allocations that torch keeps; its default is no limit
 
 
-class _SnapshotState:
-    """State for torch's own snapshot at a CUDA error."""
-
-    draft: Path | None = None  # path of the next snapshot
-    is_attached = False  # torch cannot detach an observer, so ours does nothing without a draft
+_draft: Path | None = None  # path of torch's next snapshot
 
 
-_state = _SnapshotState()
+@cache  # torch cannot detach an observer, so ours does nothing without a draft
+def _observe_errors() -> None:
+    native: Any = torch._C
+    native._cuda_attach_out_of_memory_observer(_on_out_of_memory)
 
 
 def record_history(folder: Path, rank: int) -> bool:
     """Record allocations from now on, for a snapshot; False if torch has no snapshots here."""
-    attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
-    if attach is None or not torch.cuda.is_available():
+    global _draft
+    if not torch.cuda.is_available():
         return False
     torch.cuda.memory._record_memory_history(
         context="alloc", stacks="python", max_entries=MAX_ENTRIES
     )
-    if not _state.is_attached:
-        _state.is_attached = True
-        attach(_on_out_of_memory)
-    _state.draft = folder / f".oom-rank{rank}-{os.getpid()}.pickle"
+    _observe_errors()
+    _draft = folder / f".oom-rank{rank}-{os.getpid()}.pickle"
     return True
 
 
 def keep_snapshot() -> str:
     """Rename the last snapshot, which the next one would replace; return its name, if any."""
-    draft = _state.draft
-    if draft is None or not draft.exists():
+    if _draft is None or not _draft.exists():
         return ""
-    rank = draft.name.split("-")[1]
-    kept = draft.with_name(f"oom-{rank}-{int(time())}-{os.getpid()}.pickle")
-    draft.rename(kept)
+    rank = _draft.name.split("-")[1]
+    kept = _draft.with_name(f"oom-{rank}-{int(time())}-{os.getpid()}.pickle")
+    _draft.rename(kept)
     return kept.name
 
 
 def forget_history() -> None:
     """Stop recording, and remove a snapshot that was not kept."""
-    draft, _state.draft = _state.draft, None
+    global _draft
+    draft, _draft = _draft, None
     if draft is not None:
         torch.cuda.memory._record_memory_history(enabled=None)
         with suppress(OSError):
@@ -249,7 +255,7 @@ def forget_history() -> None:
 
 def _on_out_of_memory(device: int, asked: int, allocated: int, free: int) -> None:
     """Write the snapshot; torch calls this before the error unwinds any frame."""
-    draft = _state.draft
+    draft = _draft
     if draft is None:
         return
     try:

@@ -286,7 +286,7 @@ class Comparison:
         goes_on: bool = False,
         notes: Container[str] = (),
     ) -> _Measured | DidNotFit:
-        passes, whole = self._passes, sample.divided if sample is not None else None
+        passes, whole = self._passes, Divided(sample.whole, sample.parts) if sample else None
         passes.begin(goes_on=goes_on, notes=notes)
         self.cost += (1 if self._is_gradient else _FORWARD) * cells(some)
         try:

@@ -6,7 +6,6 @@ from itertools import pairwise
 
 import torch
 
-from trainer_plugins.survival.exact.coupled import Divided
 from trainer_plugins.survival.exact.layouts import Layout, Rows
 from trainer_plugins.survival.exact.shares import IGNORED, Inputs, Weight
 
@@ -27,10 +26,6 @@ class Probe:
     @property
     def num(self) -> int:
         return sum(self.nums)
-
-    @property
-    def divided(self) -> Divided:
-        return Divided(self.whole, self.parts)
 
     def factors(self, weight: Weight) -> list[float]:
         total = weight.weigh(self.whole, self.num)

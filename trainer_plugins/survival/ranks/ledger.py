@@ -1,7 +1,6 @@
 """Ledger: records what a rank sent in an FSDP pass; after a failure it sends only the rest."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,12 +41,11 @@ class Ledger:
         self._next += 1
         return is_sent
 
-    @contextmanager
-    def listing_wholes(self) -> Iterator[None]:
+    def listing_wholes(self) -> Patches:
         """Also list gathers by `DTensor.full_tensor`, as TRL makes with PEFT's head."""
-        with Patches() as patches:
-            patches.wrap(DTensor, "full_tensor", self._full_tensor)
-            yield
+        patches = Patches()
+        patches.wrap(DTensor, "full_tensor", self._full_tensor)
+        return patches
 
     def _full_tensor(
         self, original: Callable[..., torch.Tensor], shard: DTensor, **options: object
