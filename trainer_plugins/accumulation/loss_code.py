@@ -118,7 +118,6 @@ class _Function:
     depth: int
 
     def readings(self) -> list[Reading]:
-        """Judge every place that reads the number or passes it on."""
         parents = {
             child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)
         }
@@ -197,7 +196,6 @@ class _Function:
         return self.code.receiver is not None and name in own
 
     def _concerns_loss(self, call: ast.Call) -> bool:
-        """Return whether a call is named after a loss, or may receive labels."""
         rest = self.tree.args.kwarg
         has_labels = any("label" in name for name in self._parameters)
         given = [*call.args, *(each.value for each in call.keywords)]
@@ -240,7 +238,6 @@ class _Function:
         return "" if tree is None else _Function(called, tree, self.depth + 1).reduction()
 
     def _read_reduction(self, given: ast.expr | None) -> str:
-        """Read the `reduction` argument of a torch loss; the default is `mean`."""
         if given is None:
             return "mean"
         if isinstance(given, ast.Constant):

@@ -239,7 +239,6 @@ class NvmlDevice:
         self._opened_in_pid = os.getpid()
 
     def _ask(self, what: str, query: Callable[[object], T]) -> T:
-        """Run a query on the card; error messages name `what` was queried."""
         if self._opened_in_pid != os.getpid():
             # A forked child cannot rely on its parent's handle and initialisation.
             self._connect()

@@ -116,7 +116,6 @@ def _is_weights(dtype: torch.dtype) -> bool:
 
 
 def _make_unfilled(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return the result of an operator in main memory, with no numbers in it."""
 
     def drop_memory(value: Any) -> Any:
         return value.to("meta") if isinstance(value, torch.Tensor) else value

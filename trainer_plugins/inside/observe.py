@@ -280,7 +280,6 @@ class _Observer:
         Patches().wrap(trainer, "training_step", training_step)
 
     def write(self, *notes: str, died: bool = False) -> None:
-        """Write the results, and a snapshot of the allocator, for the process that asked."""
         self._close()
         seen, trainer = self._seen, self._trainer
         seen.died, seen.notes = died, list(dict.fromkeys([*seen.notes, *notes]))
@@ -344,7 +343,6 @@ class _Observer:
         Patches().wrap(owner, name, around)
 
     def _name(self, what: str, moment: str) -> None:
-        """Name the model's tensors at their current addresses."""
         if moment in ("load", "resume", "backward", "optimizer step"):
             self._seen.names.append(self._namer.names_of(what))
 

@@ -86,7 +86,6 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run an operator on the card, and compute its values if they are small."""
         kwargs = kwargs or {}
         if _has_fakes(types):
             return func(*args, **kwargs)  # DTensor uses fakes to find an operator's result
@@ -247,7 +246,6 @@ def _move(value: Any) -> Any:
 
 
 def _choose(packet: Any, made: Any, args: Any) -> None:
-    """Fill in the choices of an operator with large arguments, by `_CHOICES`."""
     choose = _CHOICES.get(packet)
     if choose is None:
         return
@@ -286,7 +284,6 @@ def _has_wrappers(types: tuple[Any, ...]) -> bool:
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    """Return the tensors in nested lists and dicts that have memory."""
     if isinstance(value, torch.Tensor):
         return [value] if _has_memory(value) else []
     if isinstance(value, dict):

@@ -127,7 +127,6 @@ def _set(keeper: Any, shown: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _changes_nothing(shown: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
-    """Return whether `.to()` asks for the device and dtype that the weight already has."""
     if kwargs.pop("copy", False):
         return False
     device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
@@ -136,7 +135,6 @@ def _changes_nothing(shown: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
 
 
 def _writes(name: str, kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a function writes to its tensors, judging by its name."""
     is_in_place = name.endswith("_") and not name.endswith("__")
     is_operator = name.startswith("__i") and name not in ("__int__", "__index__", "__invert__")
     return is_in_place or is_operator or name == "__setitem__" or "out" in kwargs

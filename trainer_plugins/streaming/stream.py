@@ -55,7 +55,6 @@ class _Layer:
             self._ready = stream.record_event()
 
     def wait(self) -> None:
-        """Make later kernels wait for the copy."""
         if self._ready is not None:
             torch.cuda.current_stream().wait_event(self._ready)
             self._ready = None
@@ -324,7 +323,6 @@ def _is_in_backward() -> bool:
 
 @functools.cache
 def _can_pin() -> bool:
-    """Return whether main memory can be pinned here; warn if not."""
     try:
         torch.empty(1, pin_memory=True)
     except RuntimeError as error:

@@ -97,7 +97,6 @@ def _step_without_compute_loss(trainer: HfTrainer) -> Iterator[str]:
 
 
 def _names_in(kind: type, method: str) -> set[str]:
-    """Collect the names in a method and its callees, up to transformers' own."""
     found: set[str] = set()
     waiting, followed = [method], {method}
     while waiting:

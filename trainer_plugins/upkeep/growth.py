@@ -122,7 +122,6 @@ class GrowthTeller:
         return self._container(float(finding.data["bytes_a_step"]) * LOOKS_TO_NAME, since)
 
     def _find_unowned(self, tensors: list[torch.Tensor], device_type: str) -> list[torch.Tensor]:
-        """Return tensors on a device that neither the model nor its optimizer owns."""
         owner = list_owned(self._model(), self._optimizer())
         places = (storage_of(each, device_type) for each in owner)
         owned = {place[0] for place in places if place is not None}
@@ -238,7 +237,6 @@ def _has_graph(tensor: torch.Tensor) -> bool:
 def _describe(
     tensor: torch.Tensor, alive: int, a_step: float, since: _Since, holder: str
 ) -> _Named:
-    """Describe the growth, its holder, and the cure as a line of code."""
     kind, place = _kind(tensor), _place(holder)
     what = f"{kind.name} {list(tensor.shape)} {str(kind.dtype).partition('.')[2]}"
     name = _name(place)
@@ -274,7 +272,6 @@ def _name(place: str) -> str:
 
 
 def _largest_of_batch() -> tuple[str, tuple[int, ...]] | None:
-    """Return name and shape of the largest tensor of the batch in the calling step."""
     frames = [*frames_above()][::-1]  # outermost first
     batch = batch_of(frames, Trainer)
     drop_variables(frames)

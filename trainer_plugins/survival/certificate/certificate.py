@@ -208,7 +208,6 @@ class Certificate:
 
     @contextmanager
     def _passes(self, loss: Loss, put_back: Callable[[], object], scale: float) -> Iterator[Passes]:
-        """Set up comparable passes, with the gradients of training put aside."""
         model = self._ranks.bare
         parameters = small_parameters(model) if self._is_trained else list(model.parameters())
         state = self.full_state()

@@ -204,7 +204,6 @@ class Comparison:
     def _compute_parts(
         self, sample: Probe
     ) -> tuple[_Measured, dict[Weight, list[_Measured]]] | DidNotFit:
-        """Compute a sample, and its parts by each weight, as training would."""
         passes = self._passes
         whole = self._pass(sample.whole)
         if not isinstance(whole, DidNotFit) and self._ranks.on_any(passes.drawers.to_eval()):

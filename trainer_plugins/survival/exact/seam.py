@@ -129,7 +129,6 @@ class Seam(Coupling):
         kept: Any,
         rows: _Rows,
     ) -> Any:
-        """Pass these rows through a module, and merge the outputs into the kept ones."""
         assert self._whole is not None
         num = len(self._whole[ROW])
         num_each = _num_each((args, options), num)

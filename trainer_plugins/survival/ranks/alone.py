@@ -20,6 +20,9 @@ from trainer_plugins.units import MIB
 from trainer_plugins.upkeep.agreement import Agreement, RollCall
 
 T = TypeVar("T")
+Compute = Callable[[nn.Module, float], object]  # runs a model on that many examples
+Loss = Callable[[], torch.Tensor]
+Gradient = list[torch.Tensor] | DidNotFit
 
 
 class HowToRecover(Enum):
@@ -119,9 +122,7 @@ class Ranks(Exchanging):
         """Return whether any rank that divides with this one says yes. Collective."""
         return bool(self.highest(int(answer)))
 
-    def gradient(
-        self, loss: Callable[[], torch.Tensor], parameters: list[nn.Parameter]
-    ) -> list[torch.Tensor] | DidNotFit:
+    def gradient(self, loss: Loss, parameters: list[nn.Parameter]) -> Gradient:
         """Compute a gradient in float64 on the CPU: one tensor per parameter or reduction."""
 
         def work() -> list[torch.Tensor]:
@@ -139,13 +140,7 @@ class Ranks(Exchanging):
     def forget(self) -> None:
         """Drop the gradients computed by a measurement."""
 
-    def most(
-        self,
-        compute: Callable[[nn.Module, float], object],
-        num: int,
-        least: int,
-        parts: Sequence[float] = (),
-    ) -> int:
+    def most(self, compute: Compute, num: int, least: int, parts: Sequence[float] = ()) -> int:
         """Find how many examples fit at once by computing them, on top of all gradients.
 
         If no try may fail, start with `parts` of an example.

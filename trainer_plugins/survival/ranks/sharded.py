@@ -25,7 +25,13 @@ from trainer_plugins.survival.attempt.state import RestorePoint
 from trainer_plugins.survival.exact.shares import IndivisibleError
 from trainer_plugins.survival.limit.halving import most
 from trainer_plugins.survival.micro_batch import MicroBatch
-from trainer_plugins.survival.ranks.alone import HowToRecover, Together
+from trainer_plugins.survival.ranks.alone import (
+    Compute,
+    Gradient,
+    HowToRecover,
+    Loss,
+    Together,
+)
 from trainer_plugins.survival.ranks.ledger import Ledger
 from trainer_plugins.wrapped import local_tensor
 
@@ -110,14 +116,7 @@ class Sharded(Together):
         self._drop()  # anything reduced meanwhile is invalid
         return outcome if has_failed else DID_NOT_FIT_ELSEWHERE
 
-    def most(
-        self,
-        compute: Callable[[nn.Module, float], object],
-        num: int,
-        least: int,
-        parts: Sequence[float] = (),
-    ) -> int:
-
+    def most(self, compute: Compute, num: int, least: int, parts: Sequence[float] = ()) -> int:
         def fits(size: int) -> bool:
             return not isinstance(self.attempt(partial(compute, self.model, size)), DidNotFit)
 
@@ -129,9 +128,7 @@ class Sharded(Together):
         self.clear()
         return num_fit
 
-    def gradient(
-        self, loss: Callable[[], torch.Tensor], parameters: list[nn.Parameter]
-    ) -> list[torch.Tensor] | DidNotFit:
+    def gradient(self, loss: Loss, parameters: list[nn.Parameter]) -> Gradient:
         """Compute this rank's contribution to each reduction, leaving no gradients."""
         reduced: list[torch.Tensor] = []
         self._ledger.reduced = reduced

@@ -27,7 +27,13 @@ from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.survival.attempt.attempt import DidNotFit, card_of
 from trainer_plugins.survival.limit.halving import most
 from trainer_plugins.survival.limit.limit import SLACK, predict_peak, read_allowed_bytes
-from trainer_plugins.survival.ranks.alone import HowToRecover, Together
+from trainer_plugins.survival.ranks.alone import (
+    Compute,
+    Gradient,
+    HowToRecover,
+    Loss,
+    Together,
+)
 from trainer_plugins.upkeep.agreement import ranks_store
 
 _OPTIMIZERS = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3")
@@ -102,13 +108,7 @@ class Zero(Together):
         finally:
             accelerator.sync_gradients = is_step
 
-    def most(
-        self,
-        compute: Callable[[nn.Module, float], object],
-        num: int,
-        least: int,
-        parts: Sequence[float] = (),
-    ) -> int:
+    def most(self, compute: Compute, num: int, least: int, parts: Sequence[float] = ()) -> int:
         peaks: list[tuple[float, int]] = []
         try:
             with self.piece(is_last=False) as model:
@@ -119,9 +119,7 @@ class Zero(Together):
         finally:
             self.forget()
 
-    def gradient(
-        self, loss: Callable[[], torch.Tensor], parameters: list[nn.Parameter]
-    ) -> list[torch.Tensor] | DidNotFit:
+    def gradient(self, loss: Loss, parameters: list[nn.Parameter]) -> Gradient:
         """Compute a gradient as one process does; in stage 3 the others wait if it does not fit."""
         outcome = super().gradient(loss, parameters)
         if isinstance(outcome, DidNotFit) and self._stage == 3:
