@@ -165,19 +165,15 @@ class MemoryWatchdog(EvaluationCallback):
             return
         with self.harmless():
             if self._watch is None:
-                self._watch = self._begin_watch(device, args)
+                rank, timeline = args.process_index, self.timeline_for(args)
+                if self.prometheus_dir is not None:
+                    self._prometheus = PrometheusFile(self.prometheus_dir, rank, device.name)
+                flushes = timeline, timeline_of_run(args.output_dir, rank)
+                self._watch = MemoryWatch(device, timeline, self.budget, flushes)
             num_tokens = int(state.num_input_tokens_seen)
             for finding in self._watch.look(state.global_step, moment, num_tokens):
                 self._worst = max(self._worst, finding.severity)
                 logger.log(finding.severity, "step %d: %s", state.global_step, finding)
-
-    def _begin_watch(self, device: Device, args: HfArguments) -> MemoryWatch:
-        timeline = self.timeline_for(args)
-        if self.prometheus_dir is not None:
-            rank = args.process_index
-            self._prometheus = PrometheusFile(self.prometheus_dir, rank, device.name)
-        run_timeline = timeline_of_run(args.output_dir, args.process_index)
-        return MemoryWatch(device, timeline, self.budget, flushes=(timeline, run_timeline))
 
     def _publish(self, state: HfState, logs: dict[str, float]) -> None:
         metrics = None if self._watch is None else self._watch.metrics()

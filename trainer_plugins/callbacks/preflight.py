@@ -60,8 +60,14 @@ class Preflight(RunCallback):
             roll.sign()
         found: tuple[Finding, ...] = ()
         with self.harmless():
-            found = self._check(args, event)
-            self._report(found, args, state)
+            trainer, device = calling_trainer(), self.device_for(args)
+            if trainer is not None and device is not None:
+                found = check_trainer(trainer, model_of(event), event.get("optimizer"), device)
+            for finding in found:
+                if finding.severity > Severity.INFO:
+                    self.timeline_for(args).add(Remark(step=state.global_step, finding=finding))
+                if args.process_index == 0 or finding.severity >= Severity.ERROR:
+                    logger.log(finding.severity, "%s", finding)
         if self.refuse_on is not None:
             mine = [each for each in found if each.severity >= LIMITS[self.refuse_on]]
             refuses = bool(mine)
@@ -71,19 +77,6 @@ class Preflight(RunCallback):
                 refuses = any_rank(refuses, args.ddp_timeout, if_unknown=refuses)
             if refuses:
                 raise PreflightError(refusal(mine))
-
-    def _check(self, args: HfArguments, event: Event) -> tuple[Finding, ...]:
-        trainer, device = calling_trainer(), self.device_for(args)
-        if trainer is None or device is None:
-            return ()
-        return check_trainer(trainer, model_of(event), event.get("optimizer"), device)
-
-    def _report(self, found: tuple[Finding, ...], args: HfArguments, state: HfState) -> None:
-        for finding in found:
-            if finding.severity > Severity.INFO:
-                self.timeline_for(args).add(Remark(step=state.global_step, finding=finding))
-            if args.process_index == 0 or finding.severity >= Severity.ERROR:
-                logger.log(finding.severity, "%s", finding)
 
 
 def refusal(mine: list[Finding]) -> str:

@@ -7,8 +7,8 @@ from functools import partial
 
 from torch import nn
 
-from trainer_plugins.callbacks._run import Event, Method, RunCallback, calling_trainer, wrap_once
-from trainer_plugins.hf_trainer import HfArguments, HfState, HfTrainer
+from trainer_plugins.callbacks._run import Method, RunCallback, calling_trainer, wrap_once
+from trainer_plugins.hf_trainer import HfArguments, HfTrainer
 from trainer_plugins.oom import classify
 from trainer_plugins.streaming.attach import main_memory_lacks, refusals, report_begin
 from trainer_plugins.streaming.stream import Stream, stream_of
@@ -71,10 +71,12 @@ class StreamBase(RunCallback):
         return (self._resident_layers, self._with_embeddings) if self._is_asked else None
 
     def on_init_end(self, *_: object, **__: object) -> None:
-        self._stream_now()
+        """Stream a model that is on its card already: quantised, or moved by your code."""
+        trainer = calling_trainer()
+        if self._is_asked and trainer is not None and stream_of(trainer.model) is None:
+            self._stream(trainer, trainer.model)
 
-    def run_begins(self, args: HfArguments, state: HfState, event: Event) -> None:
-        self._stream_now()
+    run_begins = on_init_end
 
     def move(self, trainer: HfTrainer, model: nn.Module, as_trainer: Callable[[], object]) -> None:
         """Move a model to a Trainer's card, streaming it if that is requested or needed."""
@@ -83,12 +85,6 @@ class StreamBase(RunCallback):
         why = "" if self._is_asked else _try_to_move(as_trainer, trainer.args)
         if (self._is_asked or why) and not self._stream(trainer, model, why):
             as_trainer()
-
-    def _stream_now(self) -> None:
-        """Stream a model that is on its card already: quantised, or moved by the user's code."""
-        trainer = calling_trainer()
-        if self._is_asked and trainer is not None and stream_of(trainer.model) is None:
-            self._stream(trainer, trainer.model)
 
     def _stream(self, trainer: HfTrainer, model: nn.Module, why: str = "") -> Stream | None:
         reasons = refusals(trainer, model, self._resident_layers, self._allow_generation)

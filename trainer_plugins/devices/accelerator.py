@@ -143,7 +143,16 @@ class AcceleratorDevice:
                 return None  # only torch's numbers are certain to be the slice's own
             return self._call_nvml(self._nvml.memory)
         except NvmlError as error:
-            self._postpone_nvml(error)
+            self._ask_nvml_at = inf if error.permanent else monotonic() + _PAUSE_SECONDS
+            if (failure := (self.name, str(error))) not in _logged:
+                _logged.add(failure)
+                logger.log(
+                    logging.INFO if self._nvml is None else logging.WARNING,
+                    "%s: NVML does not answer (%s); free memory now comes from torch, which counts"
+                    " the same bytes",
+                    self.name,
+                    error,
+                )
             return None
 
     def _call_nvml(self, call: Callable[[], T]) -> T:
@@ -154,17 +163,3 @@ class AcceleratorDevice:
                 NvmlErrorKind.HANGS,
                 f"the driver hangs: {error}; read `dmesg`, and check whether `nvidia-smi` responds",
             ) from None
-
-    def _postpone_nvml(self, error: NvmlError) -> None:
-        self._ask_nvml_at = inf if error.permanent else monotonic() + _PAUSE_SECONDS
-        failure = (self.name, str(error))
-        if failure in _logged:
-            return
-        _logged.add(failure)
-        logger.log(
-            logging.INFO if self._nvml is None else logging.WARNING,
-            "%s: NVML does not answer (%s); free memory now comes from torch, which counts the same"
-            " bytes",
-            self.name,
-            error,
-        )

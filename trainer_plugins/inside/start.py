@@ -35,7 +35,11 @@ def start() -> None:
             "the dry card's libraries are not loaded: keep LD_PRELOAD in the command's environment"
         )
     if has_numbers():
-        _leave_to_the_card_what_the_cpu_has_too()
+        # The CPU has no code for cuDNN's operators and fused attention.
+        torch.backends.cudnn.enabled = False
+        torch.backends.cuda.enable_flash_sdp(False)
+        torch.backends.cuda.enable_mem_efficient_sdp(False)
+        torch.backends.cuda.enable_cudnn_sdp(False)
     else:
         cheap.skip_initialisation()
         cheap.read_no_weights()
@@ -111,11 +115,3 @@ def _wait_for_autograd() -> None:
                 zero = torch.zeros((), device=f"cuda:{index}", requires_grad=True)
                 torch.autograd.backward(zero)
                 time.sleep(0.02)
-
-
-def _leave_to_the_card_what_the_cpu_has_too() -> None:
-    """Prevent operators that the CPU has no code for: cuDNN's, and fused attention."""
-    torch.backends.cudnn.enabled = False
-    torch.backends.cuda.enable_flash_sdp(False)
-    torch.backends.cuda.enable_mem_efficient_sdp(False)
-    torch.backends.cuda.enable_cudnn_sdp(False)

@@ -138,60 +138,6 @@ def say_survived(trainer: HfTrainer, what: str, failures: list[DidNotFit], nums:
 Predicted = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 
-class Generated:
-    """Divides generation in evaluations; sampling then draws in a different order."""
-
-    def __init__(self, attached: Attached) -> None:
-        self._attached = attached
-        self._trainer: Any = attached.trainer
-        self._parts = Parts()
-
-    def is_ours(self) -> bool:
-        step = getattr(self._attached.prediction_step, "__func__", None)
-        return (
-            not self._attached.kind.forward_is_shared
-            and step is Seq2SeqTrainer.prediction_step
-            and self._trainer.args.predict_with_generate
-        )
-
-    def step(self, model: nn.Module, inputs: Inputs, *args: object, **kw: object) -> Predicted:
-        before = RestorePoint(self._trainer, "eval")
-
-        def predict(some: Inputs) -> Predicted:
-            step: Predicted = self._attached.prediction_step(model, dict(some), False, *args, **kw)
-            return step
-
-        def compute_in_parts(failures: list[DidNotFit]) -> Predicted:
-            layout = find_layout(self._attached.family.layouts, inputs)
-            num = layout.count(inputs)
-            if failures:
-                self._parts.note_failure(num, cells(inputs))
-
-            parts = self._parts.each(layout, inputs, failures, before, lambda p: predict(p.inputs))
-            nums, results = zip(*((part.num, result) for part, result in parts), strict=True)
-            if failures:
-                what = f"{num} {layout.unit} to generate from"
-                say_survived(self._trainer, what, failures, [*nums])
-            loss = None
-            if "labels" in inputs:
-                # The Trainer's own step calls `compute_loss`, which divides the batch.
-                loss = self._trainer.prediction_step(model, inputs, True)[0]
-            _, tokens, labels = zip(*results, strict=True)
-            return loss, self._join(tokens), self._join(labels)
-
-        return self._parts.compute(inputs, partial(predict, inputs), compute_in_parts, before)
-
-    def _join(self, parts: tuple[torch.Tensor | None, ...]) -> torch.Tensor | None:
-        values = [part for part in parts if part is not None]
-        if not values:
-            return None
-        width = max(value.shape[-1] for value in values)
-        pad = self._trainer._pad_tensors_to_max_len
-        return torch.cat(
-            [value if value.shape[-1] == width else pad(value, width) for value in values]
-        )
-
-
 Outputs = dict[str, Any]  # a model's outputs by name: a `ModelOutput` or a dictionary
 
 Result = torch.Tensor | tuple[torch.Tensor, Outputs]  # the loss, alone or with the outputs
@@ -203,8 +149,7 @@ class Evaluation:
 
     def __init__(self, attached: Attached) -> None:
         self._attached = attached
-        self._parts = Parts()
-        self._generated = Generated(attached)
+        self._parts, self._generated = Parts(), Parts()
         # One for losses divided by the caller's number, as the Trainer's are, and one for others.
         self._certificates: dict[bool, Certificate] = {}
         self._is_over_items = False
@@ -221,12 +166,56 @@ class Evaluation:
     ) -> object:
         """Replace `trainer.prediction_step`, to learn whether outputs are wanted."""
         self._are_outputs_wanted = not prediction_loss_only
+        args_of_run: Any = self._attached.trainer.args
+        step = getattr(self._attached.prediction_step, "__func__", None)
+        generates = (
+            not (prediction_loss_only or self._attached.kind.forward_is_shared)
+            and step is Seq2SeqTrainer.prediction_step
+            and args_of_run.predict_with_generate
+        )
         try:
-            if not prediction_loss_only and self._generated.is_ours():
-                return self._generated.step(model, inputs, *args, **kw)
+            if generates:
+                return self._generate(model, inputs, *args, **kw)
             return self._attached.prediction_step(model, inputs, prediction_loss_only, *args, **kw)
         finally:
             self._are_outputs_wanted = True
+
+    def _generate(self, model: nn.Module, inputs: Inputs, *args: Any, **kw: Any) -> Predicted:
+        """Generate from a batch; if it does not fit, in parts, which draw in another order."""
+        trainer: Any = self._attached.trainer
+        before = RestorePoint(trainer, "eval")
+
+        def predict(some: Inputs) -> Predicted:
+            step: Predicted = self._attached.prediction_step(model, dict(some), False, *args, **kw)
+            return step
+
+        def join(parts: tuple[torch.Tensor | None, ...]) -> torch.Tensor | None:
+            values = [part for part in parts if part is not None]
+            width = max((value.shape[-1] for value in values), default=0)
+            padded = [
+                value if value.shape[-1] == width else trainer._pad_tensors_to_max_len(value, width)
+                for value in values
+            ]
+            return torch.cat(padded) if padded else None
+
+        def predict_in_parts(failures: list[DidNotFit]) -> Predicted:
+            layout = find_layout(self._attached.family.layouts, inputs)
+            num, limited = layout.count(inputs), self._generated
+            if failures:
+                limited.note_failure(num, cells(inputs))
+            parts = limited.each(layout, inputs, failures, before, lambda p: predict(p.inputs))
+            nums, results = zip(*((part.num, result) for part, result in parts), strict=True)
+            if failures:
+                what = f"{num} {layout.unit} to generate from"
+                say_survived(trainer, what, failures, [*nums])
+            loss = None
+            if "labels" in inputs:
+                # The Trainer's own step calls `compute_loss`, which divides the batch.
+                loss = trainer.prediction_step(model, inputs, True)[0]
+            _, tokens, labels = zip(*results, strict=True)
+            return loss, join(tokens), join(labels)
+
+        return self._generated.compute(inputs, partial(predict, inputs), predict_in_parts, before)
 
     def compute_loss(
         self, model: nn.Module, inputs: Inputs, return_outputs: bool, num_items: NumItems

@@ -13,7 +13,7 @@ from trainer_plugins.devices import Device, HostDevice
 from trainer_plugins.finding import Finding
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.record.metrics import metrics_of
-from trainer_plugins.record.timeline import Entry, Flush, Remark, Sample, Timeline
+from trainer_plugins.record.timeline import Flush, Remark, Sample, Timeline
 from trainer_plugins.watch.foreign import (
     context_allowance_bytes,
     foreign_memory,
@@ -125,7 +125,8 @@ class MemoryWatch:
         """Ignore allocator retries of an interval in which survival handled an OOM."""
         noted, self._num_noted = self.timeline.since(self._num_noted), self.timeline.num_added
         before, self._last = self._last, reading
-        if self._warm is None or before is None or not any(map(_is_survival, noted)):
+        codes = {each.finding.code for each in noted if isinstance(each, Remark)}
+        if self._warm is None or before is None or "out-of-memory-survived" not in codes:
             return
         num = self._warm.num_alloc_retries + reading.num_alloc_retries - before.num_alloc_retries
         self._warm = replace(self._warm, num_alloc_retries=num)
@@ -318,10 +319,6 @@ class GenerationPeaks:
         reading = self._device.read()
         self._device.reset_peak()
         return reading
-
-
-def _is_survival(entry: Entry) -> bool:
-    return isinstance(entry, Remark) and entry.finding.code == "out-of-memory-survived"
 
 
 def own_pids() -> set[int]:
