@@ -56,7 +56,10 @@ class HostDevice:
         total_bytes = self._room[0]
         free_bytes = min(total_bytes, max(0, self._room[1] - resident_bytes))
         if self._kernel_peak:
-            self._peak_bytes = _high_water_bytes()
+            # getrusage does not help: its maximum includes the parent's from before exec.
+            with open("/proc/self/status") as lines:
+                peaks = (int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+                self._peak_bytes = next(peaks, 0) * KIB
         self._peak_bytes = max(self._peak_bytes, resident_bytes)
         return MemoryReading(
             device=self.name,
@@ -172,12 +175,6 @@ def _limits_around(proc: Path, cgroups: Path) -> tuple[_Limit, ...]:
     inward_out = [folder, *folder.parents]
     around = inward_out[: inward_out.index(root) + 1]
     return tuple(_Limit(folder, *names) for folder in around if (folder / "memory.stat").is_file())
-
-
-def _high_water_bytes() -> int:
-    # getrusage does not help: its maximum includes the parent's from before exec.
-    with open("/proc/self/status") as lines:
-        return next((int(line.split()[1]) * KIB for line in lines if line.startswith("VmHWM")), 0)
 
 
 def _text(path: Path) -> str:

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -55,12 +54,8 @@ class Piece:
         return parts
 
 
-class Added(NamedTuple):
-    """A piece that has added to gradients."""
-
-    piece: Piece
-    snapshot: RestorePoint  # the moment before it
-    final: set[nn.Parameter]  # parameters to which it has not added
+# A piece that has added to gradients, the moment before, and parameters that it left alone.
+Added = tuple[Piece, RestorePoint, set[nn.Parameter]]
 
 
 class Handed:

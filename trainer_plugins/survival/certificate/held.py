@@ -1,8 +1,8 @@
 """Held: makes passes in training mode draw no random numbers, so equal rows give equal results."""
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import cache, partial
 from typing import Any
 
@@ -189,14 +189,13 @@ _BY_FIX: dict[_Fix, tuple[str, ...]] = {
 _FIXES: dict[str, _Fix] = {f"aten::{name}": fix for fix, names in _BY_FIX.items() for name in names}
 
 
-@contextmanager
-def round_differently(model: nn.Module) -> Iterator[None]:
+def round_differently(model: nn.Module) -> ExitStack:
     """Change each innermost module's output in its last digit: a large effect is rounding."""
-    with ExitStack() as hooks:
-        for module in model.modules():
-            if next(module.children(), None) is None:
-                hooks.enter_context(module.register_forward_hook(_move))
-        yield
+    hooks = ExitStack()
+    for module in model.modules():
+        if next(module.children(), None) is None:
+            hooks.enter_context(module.register_forward_hook(_move))
+    return hooks
 
 
 def _move(_: nn.Module, __: object, output: object) -> object:

@@ -58,13 +58,8 @@ class _DoesNotFitError(Exception):
     """Raised when a pass did not fit: fewer examples may."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Arranged:
-    """A batch, and the same batch with other examples in its second half."""
-
-    one: Inputs
-    other: Inputs
-    is_alike: torch.Tensor  # rows that are equal in both batches
+# A batch, the same with other examples in its second half, and the rows that are equal in both.
+_Arranged = tuple[Inputs, Inputs, torch.Tensor]
 
 
 @dataclass(slots=True)
@@ -99,8 +94,8 @@ class Neighbours:
         return ""
 
     def _find(self, arranged: list[_Arranged], draw: Draw) -> str:
-        for batches in arranged:
-            one, other = (self._pass(some, batches, draw) for some in (batches.one, batches.other))
+        for batch, with_others, is_alike in arranged:
+            one, other = (self._pass(some, is_alike, draw) for some in (batch, with_others))
             if self.ranks.on_any(not (one and other)) or not (one and other):
                 return ""  # the model raises with such numbers
             # The number of draws may depend on the rows: try another arrangement.
@@ -110,19 +105,19 @@ class Neighbours:
             if not self.ranks.on_any(pairs and one.rows[-1].off(other.rows[-1]) > 0):
                 return ""
             with round_differently(self.ranks.bare):
-                again = self._pass(batches.one, batches, draw)
-            said = _describe(one, other, again, batches) if again and pairs else ""
+                again = self._pass(batch, is_alike, draw)
+            said = _describe(one, other, again, int(is_alike.sum())) if again and pairs else ""
             if self.ranks.on_any(bool(said)):
                 return said or "rows are mixed on another rank, whose log names the module"
             return ""
         return ""
 
-    def _pass(self, some: Inputs, batches: _Arranged, draw: Draw) -> _Passed | None:
+    def _pass(self, some: Inputs, is_alike: torch.Tensor, draw: Draw) -> _Passed | None:
         self.put_back()
         self.state.restore()
 
         def work() -> _Passed:
-            with _watch(self.ranks.bare, batches.is_alike, self.sees_all) as rows, draw():
+            with _watch(self.ranks.bare, is_alike, self.sees_all) as rows, draw():
                 self.loss(some)
             drawn = [*Generators(self.ranks.device).state(), *self.state.read_generators()]
             moved = self.state.find_moved()
@@ -164,7 +159,7 @@ def _arrangements(layout: Rows, few: Inputs, num: int) -> list[_Arranged]:
     """Put the first examples beside themselves, or the others in another order."""
     half = num // 2
     first, rest = [*range(half)], [*range(half, num)]
-    one, arranged = layout.pick(few, [*first, *rest]), []
+    one, arranged = layout.pick(few, [*first, *rest]), list[_Arranged]()
     for order in ([*first, *first, *rest][:num], [*first, *rest[1:], *rest[:1]]):
         other = layout.pick(few, order)
         alike = [
@@ -173,7 +168,7 @@ def _arrangements(layout: Rows, few: Inputs, num: int) -> list[_Arranged]:
             if torch.is_tensor(value) and value.dim() and len(value) == num * layout.per_example
         ]
         is_alike = torch.stack([each.cpu() for each in alike]).all(0)
-        arranged.append(_Arranged(one, other, is_alike))
+        arranged.append((one, other, is_alike))
     return arranged
 
 
@@ -200,7 +195,7 @@ def _watch(model: nn.Module, is_alike: torch.Tensor, sees_all: bool) -> Iterator
         yield rows
 
 
-def _describe(one: _Passed, other: _Passed, again: _Passed, batches: _Arranged) -> str:
+def _describe(one: _Passed, other: _Passed, again: _Passed, num_alike: int) -> str:
     """Name the first module whose rows changed by more than rounding."""
     # One module may sort rows and another restore their order: the last one must differ.
     if len(one.rows) != len(again.rows) or one.rows[-1].off(other.rows[-1]) <= one.rows[-1].least:
@@ -214,7 +209,7 @@ def _describe(one: _Passed, other: _Passed, again: _Passed, batches: _Arranged) 
         if off > least:
             kept = explain_rows_differ(one.moved, other.moved, ())
             return (
-                f"{mine.module} mixes the rows of a micro-batch: {int(batches.is_alike.sum())} of "
+                f"{mine.module} mixes the rows of a micro-batch: {num_alike} of "
                 f"them changed by {off:.1e} when other rows stood beside them, with the same "
                 "random numbers" + (f"; {kept}" if kept else "")
             )

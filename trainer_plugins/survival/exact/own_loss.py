@@ -8,7 +8,7 @@ axolotl do: we watch each call, and do not divide a loss that did not come from 
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -89,10 +89,8 @@ def find_owner(trainer: HfTrainer, compute_loss: Callable[..., Any]) -> type | N
     return None
 
 
-class _Call(NamedTuple):
-    is_same: bool  # it got the same model, rows and number of items
-    loss: Any
-    num_changes: int
+# Whether it got the same model, rows and number of items; its loss; changes of that so far.
+_Call = tuple[bool, Any, int]
 
 
 class Delegation:
@@ -102,8 +100,7 @@ class Delegation:
         self._trainer, self.original = trainer, original
         self._known: Any = known
         self.__module__ = original.__module__
-        self._parameters: WeakKeyDictionary[nn.Module, tuple[nn.Parameter, ...]]
-        self._parameters = WeakKeyDictionary()
+        self._parameters = WeakKeyDictionary[nn.Module, tuple[nn.Parameter, ...]]()
         self.why_not = ""  # why the last loss is the user's own; empty if it is the library's
 
     def __call__(self, model: nn.Module, inputs: Inputs, **options: Any) -> Any:
@@ -125,7 +122,7 @@ class Delegation:
             )
             result = compute_loss(trainer, *args, **kwargs)
             if trainer is self._trainer:
-                calls.append(_Call(is_same, _loss(result), _num_changes(_loss(result))))
+                calls.append((is_same, _loss(result), _num_changes(_loss(result))))
             return result
 
         with Patches(keeps_later=True) as patches:  # `super()` looks nowhere else
@@ -144,10 +141,10 @@ class Delegation:
 def _explain_refusal(calls: list[_Call], loss: Any, is_changed: bool) -> str:
     if len(calls) != 1:
         return "called {} more than once in this step" if calls else "did not call {} in this step"
-    (call,) = calls
-    if not call.is_same:
+    ((is_same, its_loss, num_changes),) = calls
+    if not is_same:
         return "gave another model, rows or number of items to {}"
-    is_returned = loss is call.loss and _num_changes(loss) == call.num_changes
+    is_returned = loss is its_loss and _num_changes(loss) == num_changes
     if not is_returned or getattr(loss, "_backward_hooks", None):
         return "returned another loss than {}"
     return "changed rows or gradients besides calling {}" if is_changed else ""

@@ -6,7 +6,6 @@ use, and a low-precision shard.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -53,19 +52,17 @@ class FSDP1(Sharded):
         self._is_reducing = None
         super().begin(micro)
 
-    @contextmanager
-    def _listing(self) -> Iterator[None]:
-        with Patches() as patches, self._reducing(self._is_reducing):
-            for module in (_exec_order_utils, _flat_param, _runtime_utils):
-                patches.set(module, "dist", self._collectives)
-            yield
+    def _listing(self) -> Patches:
+        patches = self._reducing(self._is_reducing)
+        for module in (_exec_order_utils, _flat_param, _runtime_utils):
+            patches.set(module, "dist", self._collectives)
+        return patches
 
-    @contextmanager
-    def _reducing(self, is_on: bool | None) -> Iterator[None]:
-        with Patches() as patches:
-            for unit in self._units if is_on is not None else ():
-                patches.set(unit, "_sync_gradients", is_on)
-            yield
+    def _reducing(self, is_on: bool | None) -> Patches:
+        patches = Patches()
+        for unit in self._units if is_on is not None else ():
+            patches.set(unit, "_sync_gradients", is_on)
+        return patches
 
     def _num_gathers(self) -> int:
         return sum(handle.uses_sharded_strategy for _, handle in self._handles())

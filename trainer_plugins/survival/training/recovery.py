@@ -130,7 +130,7 @@ class Recovery:
                 self.recover(piece, start, loss, self._phase, is_last=not queue)
                 queue.appendleft(piece)
                 continue
-            self._added.append(Added(piece, start.snapshot, set(piece.final)))
+            self._added.append((piece, start.snapshot, set(piece.final)))
             total = loss if total is None else total + loss
             self._note_computed(piece)
             if queue:  # the metrics of the last piece are those of the whole
@@ -145,7 +145,7 @@ class Recovery:
     def _note_added(self, piece: Piece, start: Start, changed: set[nn.Parameter]) -> None:
         if changed:
             final = set(self._run.model.parameters()) - changed
-            self._added.append(Added(piece, start.snapshot, final))
+            self._added.append((piece, start.snapshot, final))
 
     def _note_computed(self, piece: Piece) -> None:
         self._story.pieces.append(piece.num)
@@ -183,9 +183,9 @@ class Recovery:
         """Undo every part after one raised its own error: images may not be spread evenly."""
         # We compute the parts again, with the same random numbers, and subtract their gradients.
         self._why_whole = part_raised(error)
-        for added in self._added:
-            added.snapshot.restore()
-            opposite = replace(added.piece, factor=-added.piece.factor, final=added.final)
+        for piece, before, final in self._added:
+            before.restore()
+            opposite = replace(piece, factor=-piece.factor, final=final)
             undone = self._ranks.attempt(partial(self._compute, opposite, False))
             if isinstance(undone, DidNotFit):
                 raise RuntimeError(
