@@ -63,7 +63,7 @@ class EvaluationGuard(RunCallback):
 
     def reset(self) -> None:
         super().reset()
-        self._reported = 0  # highest severity reported in this run
+        self.reported = 0  # highest severity reported in this run
 
     @contextmanager
     def around_loop(
@@ -87,12 +87,6 @@ class EvaluationGuard(RunCallback):
         finally:
             trainer.preprocess_logits_for_metrics, trainer.compute_metrics = before
             trainer.args.eval_accumulation_steps = num_steps
-
-    def report(self, finding: Finding, trainer: HfTrainer) -> None:
-        """Report a finding once per run, and again if it gets worse."""
-        if finding.severity > self._reported:
-            self._reported = finding.severity
-            self.remark(trainer.args, trainer.state.global_step, finding)
 
 
 @dataclass
@@ -134,8 +128,9 @@ class _Watch:
             self.trainer.args.eval_accumulation_steps = 1
             logger.info("%s; they go to main memory after each batch", finding.summary)
             finding = self._forecast(outputs)
-        if finding is not None:
-            self.guard.report(finding, self.trainer)
+        if finding is not None and finding.severity > self.guard.reported:
+            self.guard.reported = finding.severity
+            self.guard.remark(self.trainer.args, self.trainer.state.global_step, finding)
 
     def _are_on_card(self) -> bool:
         return self.device.name != "cpu" and self.trainer.args.eval_accumulation_steps is None

@@ -36,12 +36,12 @@ from trainer_plugins.record.run_facts import RunFacts
 from trainer_plugins.record.timeline import Failure, Sample, Timeline
 from trainer_plugins.upkeep.peers import watch_peers
 from trainer_plugins.upkeep.post_mortem import (
-    Scene,
     first_line,
     forget_history,
     keep_snapshot,
+    make_record,
     record_history,
-    record_oom,
+    write_record,
 )
 from trainer_plugins.upkeep.stack import find_last_errors, frames_above
 
@@ -128,10 +128,12 @@ class OOMReporter(RunCallback):
         self, trainer: HfTrainer, call: str, error: BaseException, found: OutOfMemory
     ) -> str:
         folder = Path(trainer.args.output_dir)
-        scene = Scene(
-            folder=folder,
+        record = make_record(
+            error,
+            found,
+            folder,
+            self._device_of(trainer.args),
             call=call,
-            device=self._device_of(trainer.args),
             run=self._facts or self._gather(trainer),
             step=trainer.state.global_step,
             readings=_select_this_run(self.timeline_for(trainer.args)),
@@ -139,7 +141,7 @@ class OOMReporter(RunCallback):
             snapshot=keep_snapshot() if self.snapshot else "",
             plan=try_read(lambda: plan_before(trainer, folder), None),
         )
-        return record_oom(error, found, scene)
+        return write_record(record, folder)
 
     def _device_of(self, args: HfArguments) -> Device | None:
         # Log nothing: without a device everything else is still written.

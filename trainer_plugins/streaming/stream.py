@@ -73,11 +73,6 @@ class _Layer:
             for weight in self.weights:
                 weight.write_back()
 
-    @property
-    def is_held(self) -> bool:
-        """Return whether other code holds a tensor on the storage of a weight."""
-        return any(weight.is_held for weight in self.weights)
-
 
 class Stream:
     """Streams the frozen weights of one model until `remove` is called or its `with` block ends.
@@ -300,7 +295,8 @@ class Stream:
             if len(self._here) <= num_left:
                 return
             layer = self._layers[number]
-            if number not in keep and not (layer.is_written and layer.is_held):
+            is_held = any(weight.is_held for weight in layer.weights)  # by other code
+            if number not in keep and not (layer.is_written and is_held):
                 del self._here[number]
                 layer.drop()
 

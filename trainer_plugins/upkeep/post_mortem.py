@@ -7,7 +7,7 @@ import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import cache, partial
 from pathlib import Path
 from time import time
@@ -44,21 +44,6 @@ _NUM_READINGS = 20
 _TAIL_BYTES = 1 << 14
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scene:
-    """The run that raised, and the location of its record."""
-
-    folder: Path
-    call: str
-    device: Device | None
-    run: RunFacts
-    step: int = 0
-    readings: tuple[MemoryReading, ...] = ()
-    trainer_class: type | None = None
-    snapshot: str = ""
-    plan: Planned | None = None
-
-
 @contextmanager
 def report_oom(output_dir: str | os.PathLike[str]) -> Iterator[None]:
     """Record an out-of-memory error that leaves this block, for code without a Trainer.
@@ -78,20 +63,26 @@ def report_oom(output_dir: str | os.PathLike[str]) -> Iterator[None]:
     except Exception as error:
         with suppress(Exception):  # the original propagates, even if its record fails
             if (found := classify(error)) is not None:
-                record_oom(error, found, _scene_without_trainer(Path(output_dir), began_seconds))
+                rank, num = (int(os.environ.get(name, 0)) for name in ("RANK", "WORLD_SIZE"))
+                accelerator = torch.accelerator.current_accelerator() or torch.device("cpu")
+                device = try_read(partial(open_device, accelerator), None)
+                run = facts_of_process(device, rank, max(1, num), began_seconds)
+                folder = Path(output_dir)
+                write_record(
+                    make_record(error, found, folder, device, call="report_oom", run=run), folder
+                )
         raise
 
 
-def record_oom(error: BaseException, found: OutOfMemory, scene: Scene) -> str:
-    """Record an error while handling it, and print the path; return the name of a written file."""
-    record = _record(error, found, scene)
+def write_record(record: OomRecord, folder: Path) -> str:
+    """Write a record, and print its path; return the name of a written file."""
     try:
-        path = write_new(scene.folder, f"oom-rank{scene.run.rank}", asdict(record))
+        path = write_new(folder, f"oom-rank{record.rank}", asdict(record))
     except OSError as failed:
         why = failed.strerror or failed
-        _print(f"the out-of-memory record could not be written to {scene.folder}: {why}")
+        _print(f"the out-of-memory record could not be written to {folder}: {why}")
         return ""
-    command = f"trainer-plugins explain {shlex.quote(str(scene.folder))}"
+    command = f"trainer-plugins explain {shlex.quote(str(folder))}"
     _print(f"{record.words}: see {path}, or {command}")
     return path.name
 
@@ -102,20 +93,34 @@ def first_line(error: BaseException) -> str:
     return printable(f"{type(error).__name__}: {lines[0][:300]}".rstrip(": "))
 
 
-def _record(error: BaseException, found: OutOfMemory, scene: Scene) -> OomRecord:
+def make_record(
+    error: BaseException,
+    found: OutOfMemory,
+    folder: Path,
+    device: Device | None,
+    *,
+    call: str,
+    run: RunFacts,
+    step: int = 0,
+    readings: tuple[MemoryReading, ...] = (),
+    trainer_class: type | None = None,
+    snapshot: str = "",
+    plan: Planned | None = None,
+) -> OomRecord:
+    """Gather the facts about an error while handling it, on this device and in this folder."""
     frames = traceback_frames(error.__traceback__)
     unknown: tuple[Moment, Part] = ("other", "")
-    moment, part = try_read(lambda: find_moment(frames, scene.trainer_class), unknown)
+    moment, part = try_read(lambda: find_moment(frames, trainer_class), unknown)
     batch: dict[str, Shape] = {}
     if moment in ("train", "eval", "predict", "generate"):
-        batch = try_read(lambda: batch_of(frames, scene.trainer_class), batch)
+        batch = try_read(lambda: batch_of(frames, trainer_class), batch)
     frames.clear()  # or they would count as holders of tensors
-    reading = None if scene.device is None else try_read(scene.device.read, None)
+    reading = None if device is None else try_read(device.read, None)
     return OomRecord(
         time_seconds=time(),
-        rank=scene.run.rank,
-        call=scene.call,
-        step=scene.step,
+        rank=run.rank,
+        call=call,
+        step=step,
         moment=moment,
         part=part,
         error_class=type(error).__name__,
@@ -123,14 +128,14 @@ def _record(error: BaseException, found: OutOfMemory, scene: Scene) -> OomRecord
         frames=try_read(lambda: render_frames(error.__traceback__), ()),
         batch=batch,
         reading=reading,
-        readings=scene.readings[-_NUM_READINGS:],
+        readings=readings[-_NUM_READINGS:],
         alive=None if reading is None else try_read(partial(count_alive, reading), None),
-        processes=try_read(lambda: _processes(scene.device), None),
-        peers=try_read(lambda: _peers(scene.folder, scene.run.rank), ()),
+        processes=try_read(lambda: _processes(device), None),
+        peers=try_read(lambda: _peers(folder, run.rank), ()),
         host=try_read(_host, None),
-        snapshot=scene.snapshot,
-        plan=scene.plan,
-        run=scene.run,
+        snapshot=snapshot,
+        plan=plan,
+        run=run,
     )
 
 
@@ -194,18 +199,6 @@ def _peers(folder: Path, rank: int) -> tuple[Peer, ...]:
                 )
             )
     return tuple(found)
-
-
-def _scene_without_trainer(folder: Path, began_seconds: float) -> Scene:
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    accelerator = torch.accelerator.current_accelerator() or torch.device("cpu")
-    device = try_read(partial(open_device, accelerator), None)
-    return Scene(
-        folder=folder,
-        call="report_oom",
-        device=device,
-        run=facts_of_process(device, rank, max(1, world_size), began_seconds),
-    )
 
 
 MAX_ENTRIES = 100_000  # allocations that torch keeps; its default is no limit

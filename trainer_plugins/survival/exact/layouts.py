@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,22 +27,21 @@ _CUMULATIVE = ("cu_seq_lens_q", "cu_seq_lens_k")
 _LONGEST = ("max_length_q", "max_length_k")
 
 
+@dataclass(frozen=True)
 class Rows:
     """The layout in which every tensor has one row per example."""
 
+    boundary: int | None = None  # the model's `rope_boundary`
     unit = "rows"  # unit to count, in the plural
     per_example = 1
-
-    def __init__(self, boundary: int | None = None) -> None:
-        self._boundary = boundary  # the model's `rope_boundary`
 
     def count(self, inputs: Inputs) -> int:
         """Count the examples; 0 if the micro-batch has another layout."""
         num_rows = _num_rows(inputs)
         # Without position ids, positions extend to the padded length of all rows.
         positions = inputs.get("position_ids")
-        if self._boundary is not None and torch.is_tensor(positions) and positions.dim() == 2:
-            _check_one_side((positions.amax(1) + 1).tolist(), self._boundary)
+        if self.boundary is not None and torch.is_tensor(positions) and positions.dim() == 2:
+            _check_one_side((positions.amax(1) + 1).tolist(), self.boundary)
         lengths = (num_rows, num_rows // self.per_example)
         for name, value in inputs.items():
             length = _length(value)
@@ -155,13 +155,12 @@ class Completions(Rows):
         return texts
 
 
+@dataclass(frozen=True)
 class Packed:
     """Several sequences packed into one row; each begins where `position_ids` is 0."""
 
+    boundary: int | None = None
     unit = "sequences"
-
-    def __init__(self, boundary: int | None = None) -> None:
-        self._boundary = boundary
 
     def count(self, inputs: Inputs) -> int:
         positions = inputs.get("position_ids")
@@ -172,8 +171,8 @@ class Packed:
         if len(starts) < 2 or starts[0] != 0:
             return 0
         width = inputs["position_ids"].size(1)
-        if self._boundary is not None:
-            _check_one_side([end - begin for begin, end in self._spans(inputs)], self._boundary)
+        if self.boundary is not None:
+            _check_one_side([end - begin for begin, end in self._spans(inputs)], self.boundary)
         for name, value in inputs.items():
             if name in (*_CUMULATIVE, *_LONGEST) or _dims(value) < 2:
                 continue

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -221,9 +221,7 @@ _WEIGHTED = ("aten::nll_loss_forward", "aten::nll_loss2d_forward")
 _MEAN = 1  # number of the reduction "mean" (torch/nn/_reduction.py)
 
 
-class _Mean(NamedTuple):
-    of_classes: torch.Tensor
-    ignored: int  # the label that does not count
+_Mean = tuple[torch.Tensor, int]  # weights of the classes, and the label that does not count
 
 
 def compute_without_graph(compute: Callable[[], T]) -> T:
@@ -256,13 +254,14 @@ class ClassWeights:
 
 
 def _is_same(one: _Mean, other: _Mean) -> bool:
-    return one.ignored == other.ignored and torch.equal(one.of_classes, other.of_classes)
+    return one[1] == other[1] and torch.equal(one[0], other[0])
 
 
 def _weights(mean: _Mean) -> tuple[Weight, ...]:
+    of_classes, ignored = mean
+
     def total(labels: torch.Tensor) -> float:
-        labels = labels[labels != mean.ignored].cpu()
-        return float(mean.of_classes[labels].sum())
+        return float(of_classes[labels[labels != ignored].cpu()].sum())
 
     name = "a mean that is weighted by class"
     return (
@@ -282,5 +281,5 @@ class _Seen(TorchDispatchMode):
         if getattr(getattr(func, "_schema", None), "name", "") in _WEIGHTED:
             _, _, weight, reduction, ignored = args
             if weight is not None and reduction == _MEAN:
-                self.found.append(_Mean(weight.detach().cpu().double(), ignored))
+                self.found.append((weight.detach().cpu().double(), ignored))
         return func(*args, **(kwargs or {}))
