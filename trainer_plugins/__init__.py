@@ -7,28 +7,17 @@ neither torch nor transformers.
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from trainer_plugins.callbacks import HOMES as CALLBACKS
+
 __version__ = "0.1.0"
 
 # Each public name and the module it comes from (PEP 562, as transformers does it).
-_HOMES = {
-    "CudaCacheCallback": "callbacks",
-    "EvalGenerateCleanup": "callbacks",
-    "EvaluationGuard": "callbacks",
+_HOMES = dict.fromkeys(CALLBACKS, "callbacks") | {
     "Finding": "finding",
-    "Headroom": "callbacks",
-    "KVCacheGuard": "callbacks",
     "MemoryArguments": "plug_in.options",
     "MemoryPlan": "planner.plan",
-    "MemoryWatchdog": "callbacks",
     "NotPredicted": "planner.plan",
-    "OOMReporter": "callbacks",
     "PlanError": "planner.plan",
-    "Preflight": "callbacks",
-    "PreflightError": "callbacks",
-    "ReleaseEarlierRuns": "callbacks",
-    "ResumeGuard": "callbacks",
-    "StrategyInForce": "callbacks",
-    "StreamBase": "callbacks",
     "SurviveOOM": "survival",
     "attach": "plug_in.attachment",
     "attached": "plug_in.attachment",
@@ -47,7 +36,7 @@ _HOMES = {
     "survive_oom": "survival",
 }
 
-__all__ = list(_HOMES)
+__all__ = sorted(_HOMES)
 
 if TYPE_CHECKING:  # the same names, for type checkers
     from trainer_plugins.callbacks.cuda_cache import CudaCacheCallback as CudaCacheCallback

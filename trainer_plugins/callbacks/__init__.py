@@ -7,7 +7,7 @@ and a part of `docs/callbacks.md`. `tests/callbacks/test_contract.py` finds it a
 
 from importlib import import_module
 
-_HOMES = {
+HOMES = {
     "CudaCacheCallback": "cuda_cache",
     "EvalGenerateCleanup": "eval_cleanup",
     "EvaluationGuard": "evaluation_guard",
@@ -25,6 +25,6 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+    if name not in HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{HOMES[name]}"), name)
