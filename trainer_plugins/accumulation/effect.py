@@ -20,7 +20,7 @@ from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.wrapped import base_model
 
 # Values of `model.loss_type` for losses that average over rows: equal micro-batches weigh the same.
-_OVER_ROWS = (
+OVER_ROWS = (
     "ForSequenceClassification",
     "ForImageClassification",
     "ForVideoClassification",
@@ -123,7 +123,7 @@ def _judge_divided(trainer: HfTrainer, model: Any, read: Reading, is_counted: bo
         return Accumulation(Effect.OTHER, f"{read.where} and the Trainer both divide the loss")
     loss_type = getattr(model, "loss_type", None)
     is_stock = _library(_owner(trainer, "compute_loss")) == "transformers"
-    if is_stock and loss_type in _OVER_ROWS:
+    if is_stock and loss_type in OVER_ROWS:
         return Accumulation(Effect.SAME, "it averages the means of equally many rows")
     if is_stock and loss_type in _OVER_LABELS:
         why = "it averages the means of micro-batches, however many labels each of them has"

@@ -31,14 +31,10 @@ class ResumeGuard(RunCallback):
         if checkpoint is None or not isinstance(optimizer, Optimizer):
             yield
             return
-        handle = optimizer.register_load_state_dict_pre_hook(_drop_states)
+        # Loading does not read them (torch/optim/optimizer.py, load_state_dict, torch 2.13). States
+        # shared with the loaded dictionary stay alive in it.
+        handle = optimizer.register_load_state_dict_pre_hook(lambda one, _: one.state.clear())
         try:
             yield
         finally:
             handle.remove()
-
-
-def _drop_states(optimizer: Optimizer, loaded: dict[str, object]) -> None:
-    # Loading does not read them (torch/optim/optimizer.py, load_state_dict, torch 2.13). States
-    # shared with the loaded dictionary stay alive in it.
-    optimizer.state.clear()

@@ -258,15 +258,14 @@ class MemoryWatch:
         return [self.teller.tell(found, step, moment) if self.teller else found]
 
     def _report(self, found: list[Finding], step: int) -> list[Finding]:
-        told = [self.teller.tell(each, step) for each in found] if self.teller else found
-        return [
-            self._name_helpers(each) if each.code == "leak-non-torch" else each for each in told
-        ]
-
-    def _name_helpers(self, leak: Finding) -> Finding:
-        if not (named := helpers(self.device.processes(), own_pids())):
-            return leak
-        return replace(leak, evidence=f"{leak.evidence}; also of this run, on this card: {named}")
+        told = [self.teller.tell(each, step) if self.teller else each for each in found]
+        for place, leak in enumerate(told):
+            if leak.code == "leak-non-torch" and (
+                named := helpers(self.device.processes(), own_pids())
+            ):
+                also = f"{leak.evidence}; also of this run, on this card: {named}"
+                told[place] = replace(leak, evidence=also)
+        return told
 
 
 class GenerationPeaks:

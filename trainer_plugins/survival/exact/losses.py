@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from trainer_plugins.accumulation.effect import OVER_ROWS
 from trainer_plugins.accumulation.modules import COUPLED_MODELS, rope_boundary
 from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.oldest import too_old
@@ -82,10 +83,7 @@ _BY_MODEL = {
     "ForConditionalGeneration": _CAUSAL,
     "ForMaskedLM": _ALIGNED,
     "ForTokenClassification": _TAGS,
-    "ForSequenceClassification": _CLASSES,
-    "ForImageClassification": _CLASSES,
-    "ForVideoClassification": _CLASSES,
-    "ForAudioClassification": _CLASSES,
+    **dict.fromkeys(OVER_ROWS, _CLASSES),
 }
 
 # By the end of the class name, for models without a loss_type: their loss is in `forward`.
