@@ -52,7 +52,8 @@ def read_no_weights() -> None:
     """Make safetensors not read the first byte of a tensor, which reads MiB of its file ahead."""
 
     def get_part(get: Any, storage: Any, at: Any) -> Any:
-        return 0 if isinstance(at, int) and storage.device.type == "cpu" else get(storage, at)
+        is_first = isinstance(at, int) and storage.device.type == "cpu"
+        return 0 if is_first and storage.nbytes() >= _LARGE_BYTES else get(storage, at)
 
     Patches().wrap(torch.UntypedStorage, "__getitem__", get_part)
 

@@ -49,8 +49,7 @@ class Story:
             summary="micro-batches that do not fit are computed in pieces: "
             f"{self.describe(whole)} in {self._pieces()}",
             evidence=f"a rehearsal, an earlier failure or rows_at_once set the limit, {limit}"
-            + self._describe_compiled()
-            + self._describe_vouched(),
+            + self._describe_notes(),
             remedy=f"{UNCHANGED} A step takes as long as with the smaller micro-batch. The logs"
             " count split micro-batches as memory/divided_micro_batches.",
             amount=float(len(self.pieces)),
@@ -74,7 +73,7 @@ class Story:
         return Finding.warning(
             code="out-of-memory-survived",
             summary=f"{self._name_failure()}; {which} was computed in {self._pieces()}{how}",
-            evidence="; ".join(evidence) + self._describe_compiled() + self._describe_vouched(),
+            evidence="; ".join(evidence) + self._describe_notes(),
             remedy=remedy,
             amount=float(len(self.failures)),
         )
@@ -97,12 +96,12 @@ class Story:
         num, largest = len(self.pieces), max(self.pieces)
         return "one piece" if num == 1 else f"{num} pieces of at most {self.count(largest)}"
 
-    def _describe_compiled(self) -> str:
+    def _describe_notes(self) -> str:
         graphs = "1 graph" if self.num_graphs == 1 else f"{self.num_graphs} graphs"
-        return f"; torch.compile compiled {graphs} for pieces" if self.num_graphs else ""
-
-    def _describe_vouched(self) -> str:
-        return f"; you vouched for the loss: it was measured as {self.loss}" if self.loss else ""
+        notes = f"; torch.compile compiled {graphs} for pieces" if self.num_graphs else ""
+        if self.loss:
+            notes += f"; you vouched for the loss: it was measured as {self.loss}"
+        return notes
 
 
 def report_in_parts(summary: str, failures: list[DidNotFit], remedy: str) -> Finding:

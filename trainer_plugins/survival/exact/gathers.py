@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from trainer_plugins.hf_trainer import HfAccelerator, HfTrainer
+from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.oom import classify
 from trainer_plugins.patched import Patches
 
@@ -48,11 +48,6 @@ class Gathers:
         self._index = 0
         self._is_exchanging = False
 
-    @property
-    def _accelerator(self) -> HfAccelerator:
-        """Return the current accelerator: a search makes a new one for each trial."""
-        return self._trainer.accelerator
-
     def begin(self) -> None:
         self._answers, self._pieces, self._brought = [], [], None
 
@@ -63,13 +58,14 @@ class Gathers:
     def hold(self) -> Iterator[None]:
         """Intercept the accelerator's exchanges during one call of `compute_loss`."""
         self._index = 0
-        if self._brought is None and not (self._pieces or self._accelerator.use_distributed):
+        accelerator = self._trainer.accelerator  # a search makes a new one for each trial
+        if self._brought is None and not (self._pieces or accelerator.use_distributed):
             yield  # a single process gets its own value back
             return
         with Patches() as patches:
             for name in _EXCHANGES:
-                exchange = self._ranks.exchanges.get(name) or getattr(self._accelerator, name)
-                patches.set(self._accelerator, name, partial(self._exchange, exchange))
+                exchange = self._ranks.exchanges.get(name) or getattr(accelerator, name)
+                patches.set(accelerator, name, partial(self._exchange, exchange))
             yield
 
     @contextmanager
@@ -121,7 +117,7 @@ class Gathers:
             value = self._merges[index](
                 [*(brought[index] for _, brought in self._pieces), value.detach()], shares
             )
-        is_shared, device = self._accelerator.use_distributed, value.device
+        is_shared, device = self._trainer.accelerator.use_distributed, value.device
         if self._ranks.exchanges:
             value = value.detach().cpu()
         if not self._ranks.may_exchange():

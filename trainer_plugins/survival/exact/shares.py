@@ -245,16 +245,13 @@ class ClassWeights:
 
     def look(self, compute: Callable[[], object]) -> None:
         """Detect the class weights of a pass's mean, if it calls torch's cross-entropy."""
-        with _Seen() as seen:
+        with _Seen() as calls:
             compute_without_graph(compute)
-        found = seen.found[0] if len(seen.found) == 1 else None
-        if found is None or self._seen is None or not _is_same(found, self._seen):
+        found = calls.found[0] if len(calls.found) == 1 else None
+        seen = self._seen
+        if not (found and seen and found[1] == seen[1] and torch.equal(found[0], seen[0])):
             self._seen = found
             self.weights = _weights(found) if found is not None else ()
-
-
-def _is_same(one: _Mean, other: _Mean) -> bool:
-    return one[1] == other[1] and torch.equal(one[0], other[0])
 
 
 def _weights(mean: _Mean) -> tuple[Weight, ...]:
