@@ -31,8 +31,9 @@ from trainer_plugins.launch.lint.judge import judge_document
 from trainer_plugins.oom import classify
 from trainer_plugins.planner.compare.saved import SWITCHES
 from trainer_plugins.reading import MemoryReading
-from trainer_plugins.record.oom_record import Alive, Frame, LiveModel, OomRecord, Process, Shape
+from trainer_plugins.record.oom_record import Alive, LiveModel, OomRecord, Shape
 from trainer_plugins.record.run_facts import RunFacts
+from trainer_plugins.record.shown import Frame, Process
 from trainer_plugins.record.timeline import Flush
 from trainer_plugins.units import GIB, MIB
 from trainer_plugins.watch.foreign import foreign_memory

@@ -27,15 +27,9 @@ from trainer_plugins.explain.run import explain_run
 from trainer_plugins.launch.place import place
 from trainer_plugins.oom import classify
 from trainer_plugins.record.folder import folder_of_run, write_new
-from trainer_plugins.record.oom_record import (
-    Frame,
-    LiveModel,
-    OomRecord,
-    Planned,
-    Process,
-    read_oom_records,
-)
+from trainer_plugins.record.oom_record import LiveModel, OomRecord, Planned, read_oom_records
 from trainer_plugins.record.run_facts import Launch, read_run_facts
+from trainer_plugins.record.shown import Frame, Process
 from trainer_plugins.record.timeline import Failure, Remark, Timeline, timeline_of_run
 from trainer_plugins.survival.words import report_not_attached
 from trainer_plugins.units import GIB, MIB, size

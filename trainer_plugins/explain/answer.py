@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal, NamedTuple, TypedDict
 
 from trainer_plugins.advice.entry import flags_in
-from trainer_plugins.record.oom_record import Frame, Process
+from trainer_plugins.record.shown import Frame, Process
 
 Certainty = Literal["certain", "likely", "possible"]
 # From the planner for this run, the allocator's model over a snapshot, the numbers of the message,

@@ -10,6 +10,7 @@ from trainer_plugins.oom import OutOfMemory
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.record.folder import from_json, places_of_run, read_all, read_json
 from trainer_plugins.record.run_facts import RunFacts
+from trainer_plugins.record.shown import Frame, Process
 from trainer_plugins.record.timeline import Sample
 
 _OWN = {"error", "error_class", "rank"}  # no other JSON has all of these names
@@ -17,27 +18,6 @@ _OWN = {"error", "error_class", "rank"}  # no other JSON has all of these names
 # The run's activity; `begin` is before the first step, `other` is code without a Trainer.
 Moment = Literal["train", "eval", "predict", "generate", "save", "resume", "begin", "other"]
 Part = Literal["forward", "backward", "optimizer", ""]  # part of a step; empty outside steps
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Frame:
-    """One line of a traceback."""
-
-    file: str  # path from the package's folder: `transformers/trainer.py`
-    line: int
-    function: str
-    code: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Process:
-    """A process on the card, as the driver lists it."""
-
-    pid: int
-    used_bytes: int | None
-    name: str | None
-    is_own: bool
-    is_of_user: bool = False  # it belongs to the user of the run, who can end it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,8 @@ from types import FrameType, TracebackType
 import torch
 
 from trainer_plugins.launch.masked import mask_text
-from trainer_plugins.record.oom_record import Frame, Moment, Part, Shape
+from trainer_plugins.record.oom_record import Moment, Part, Shape
+from trainer_plugins.record.shown import Frame
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _MOST_FRAMES = 80

@@ -23,17 +23,9 @@ from trainer_plugins.printable import printable
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.record.folder import replacing, write_new
 from trainer_plugins.record.history import rank_files
-from trainer_plugins.record.oom_record import (
-    Host,
-    Moment,
-    OomRecord,
-    Part,
-    Peer,
-    Planned,
-    Process,
-    Shape,
-)
+from trainer_plugins.record.oom_record import Host, Moment, OomRecord, Part, Peer, Planned, Shape
 from trainer_plugins.record.run_facts import RunFacts
+from trainer_plugins.record.shown import Process
 from trainer_plugins.record.timeline import Sample, from_line
 from trainer_plugins.upkeep.frames import batch_of, find_moment, render_frames, traceback_frames
 from trainer_plugins.upkeep.holders import count_alive

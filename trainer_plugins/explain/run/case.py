@@ -12,7 +12,8 @@ from trainer_plugins.explain.text.excerpt import Excerpt, LogLine
 from trainer_plugins.explain.text.text_facts import TextFacts, gather
 from trainer_plugins.oom import OutOfMemory
 from trainer_plugins.reading import MemoryReading
-from trainer_plugins.record.oom_record import Alive, Frame, LiveModel, OomRecord
+from trainer_plugins.record.oom_record import Alive, LiveModel, OomRecord
+from trainer_plugins.record.shown import Frame
 from trainer_plugins.record.timeline import Entry, Sample
 from trainer_plugins.units import GIB, size
 

@@ -17,7 +17,7 @@ from trainer_plugins.explain.run.case import Case
 from trainer_plugins.explain.run.needed import NEEDED_WITH, cache_that_fits
 from trainer_plugins.explain.shared import SURVIVAL_REFUSED, remedies_for, remedy
 from trainer_plugins.explain.text.remedies import filled
-from trainer_plugins.record.oom_record import Frame
+from trainer_plugins.record.shown import Frame
 from trainer_plugins.record.timeline import Remark
 from trainer_plugins.strategy import keeps_whole_gradients
 from trainer_plugins.units import size

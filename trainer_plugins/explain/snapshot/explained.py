@@ -14,7 +14,7 @@ from trainer_plugins.explain.shared import add_numbers, cause, insert_sentence, 
 from trainer_plugins.explain.snapshot.fill_facts import FIRST, facts_of
 from trainer_plugins.explain.snapshot.remedies import Tries, try_changes
 from trainer_plugins.printable import printable
-from trainer_plugins.record.oom_record import Frame
+from trainer_plugins.record.shown import Frame
 from trainer_plugins.snapshot.cards import SnapshotCard, Stack
 from trainer_plugins.snapshot.held import WORDS, InUse
 from trainer_plugins.snapshot.lives import Life, peak_of

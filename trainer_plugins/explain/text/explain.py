@@ -16,7 +16,7 @@ from trainer_plugins.explain.text.text_facts import TextFacts, gather
 from trainer_plugins.explain.text.told import ASKS_NEED, find_question, find_told_oom
 from trainer_plugins.oom import OutOfMemory
 from trainer_plugins.oom.rules import KILLED_FROM_OUTSIDE
-from trainer_plugins.record.oom_record import Process
+from trainer_plugins.record.shown import Process
 from trainer_plugins.units import size
 
 # Words of a run that was asked to end. A launcher that ends the others writes "closing signal".

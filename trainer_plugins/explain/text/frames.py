@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from trainer_plugins.explain.shared import quote
 from trainer_plugins.explain.text.excerpt import LogLine
-from trainer_plugins.record.oom_record import Frame
+from trainer_plugins.record.shown import Frame
 from trainer_plugins.snapshot.owners import is_ours, is_users
 
 _MOST_LINES = 600
