@@ -1,7 +1,7 @@
 """Decides from text alone whether an error is an out-of-memory error.
 
 To add a message, write a rule in `trainer_plugins/oom/rules.py` that cites the source of its words,
-and for `explain` make sure that `_HINTS` of `explain/text/excerpt.py` has one of them.
+and make sure that `_HINTS` in `trainer_plugins/explain/text/excerpt.py` has one of them.
 `tests/oom/corpus.py` has the real text, and `tests/oom/detectors.txt` lists who recognises it.
 """
 
