@@ -117,13 +117,13 @@ def _try_to_move(move: Callable[[], object], args: HfArguments) -> str:
     return why or ("another rank ran out of memory" if is_any_full else "")
 
 
-def _ask_to_move(method: Method, trainer: HfTrainer, model: nn.Module, device: object) -> None:
+def _ask_to_move(method: Method, trainer: HfTrainer, model: nn.Module, device: object) -> object:
     move = partial(method, trainer, model, device)
     callback = _stream_base_of(trainer)
     if callback is None:
-        move()
-    else:
-        callback.move(trainer, model, move)
+        return move()
+    callback.move(trainer, model, move)
+    return None
 
 
 def _stream_base_of(trainer: HfTrainer) -> StreamBase | None:

@@ -9,15 +9,13 @@ import functools
 import json
 import os
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 import torch
-
-from trainer_plugins.patched import Patches
 
 _PART_BYTES = 2 << 30
 
@@ -29,6 +27,7 @@ def make_those_that_are_missing() -> None:
     from transformers import modeling_utils
 
     load = modeling_utils.PreTrainedModel.from_pretrained.__func__
+    resolve = modeling_utils._get_resolved_checkpoint_files  # AttributeError where it is gone
 
     @functools.wraps(load)
     def from_pretrained(cls: type, name: Any, *args: Any, **kwargs: Any) -> Any:
@@ -38,7 +37,8 @@ def make_those_that_are_missing() -> None:
         finally:
             _wanted.reset(token)
 
-    def resolve_or_make(resolve: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(resolve)
+    def resolve_or_make(*args: Any, **kwargs: Any) -> Any:
         try:
             return resolve(*args, **kwargs)
         except OSError:
@@ -53,7 +53,7 @@ def make_those_that_are_missing() -> None:
         save, max_shard_size=_PART_BYTES
     )
     modeling_utils.PreTrainedModel.from_pretrained = classmethod(from_pretrained)
-    Patches().wrap(modeling_utils, "_get_resolved_checkpoint_files", resolve_or_make)
+    modeling_utils._get_resolved_checkpoint_files = resolve_or_make
 
 
 def holes_for(cls: Any, name: str, options: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:

@@ -31,9 +31,8 @@ _YEAR_10000_SECONDS = 253_402_300_800
 
 CUT_OFF = ".cut-off"  # suffix of a file beside the timeline, empty so that it fits on a full disk
 
-PROCESS = os.urandom(
-    4
-).hex()  # this process's name here: two launches may write into one folder at a time
+# This process's name here: two launches may write into one folder at a time.
+PROCESS = os.urandom(4).hex()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

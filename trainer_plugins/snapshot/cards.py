@@ -27,6 +27,7 @@ ACTIONS: Mapping[str, Action] = {
     "segment_unmap": "segment_free",
     "oom": "oom",
 }
+_TAKES = {"segment_alloc": 1, "segment_free": -1}
 _LARGEST = 1024 * GIB  # no card holds more; a failing request may be larger
 _HIGHEST = 1 << 60
 _MOST_FRAMES = 4096
@@ -43,7 +44,7 @@ class Event(NamedTuple):
     @property
     def reserved_bytes(self) -> int:
         """Return the bytes that it takes from the card; negative if it gives some back."""
-        return {"segment_alloc": 1, "segment_free": -1}.get(self.action, 0) * self.num_bytes
+        return _TAKES.get(self.action, 0) * self.num_bytes
 
 
 class StackFrame(NamedTuple):

@@ -113,8 +113,8 @@ class State:
     def draw_more(self, num: int) -> None:
         """Make generators held by objects draw `num` numbers."""
         for holder, _ in self._draws:
-            assert holder.draw is not None
-            holder.draw(num)
+            if holder.draw is not None and num:
+                holder.draw(num)
 
     def name_consumed(self) -> Iterator[str]:
         """Describe each object that yields values and cannot go back."""
