@@ -464,13 +464,7 @@ def test_each_repetition_in_a_rule_has_a_bound() -> None:
     """What is tried at each place then takes a time that has a bound too, and a log one that grows with its length."""
     numbers = [one for patterns in RULES._NUMBERS.values() for one in patterns]
     rules = [rule.pattern for rule in RULES.RULES]
-    for pattern in (
-        *rules,
-        *numbers,
-        RULES._DEVICE.pattern,
-        RULES._HOLDER.pattern,
-        RULES._STICKY.pattern,
-    ):
+    for pattern in (*rules, *numbers, RULES._DEVICE, RULES._HOLDER, RULES._STICKY):
         operators = re.sub(
             r"\\.|\[[^\]]*\]", "", pattern
         )  # what is escaped or of a set repeats nothing

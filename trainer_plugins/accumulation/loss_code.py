@@ -9,9 +9,8 @@ import functools
 import inspect
 import textwrap
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.nn.modules.loss import _Loss
@@ -31,8 +30,7 @@ class Use(Enum):
     UNKNOWN = "unknown"
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
+class Reading(NamedTuple):
     """The result of reading the code of a loss."""
 
     use: Use
@@ -41,8 +39,7 @@ class Reading:
     is_by_trainer: bool = False  # `Trainer.compute_loss` receives the number and acts on it
 
 
-@dataclass(frozen=True, slots=True)
-class Code:
+class Code(NamedTuple):
     """A function that takes part in computing a loss, with the objects it can reach."""
 
     function: Any
@@ -61,7 +58,7 @@ class Code:
         owner = next((kind for kind in later if name in vars(kind)), None)
         if owner is None:
             raise LookupError(name)
-        return replace(self, function=_inner(vars(owner)[name]), owner=owner)
+        return self._replace(function=_inner(vars(owner)[name]), owner=owner)
 
 
 def code_of(receiver: Any, name: str, model: nn.Module | None = None) -> Code:
@@ -77,7 +74,7 @@ def code_of(receiver: Any, name: str, model: nn.Module | None = None) -> Code:
 def read_code(code: Code, depth: int = 0) -> Reading:
     """Follow `num_items_in_batch` through a function and its callees."""
     if (called := _find_callee(code)) is not None:
-        return replace(read_code(called, depth + 1), is_by_trainer=True)
+        return read_code(called, depth + 1)._replace(is_by_trainer=True)
     tree = _parse(code.function)
     if tree is None or depth > _DEEPEST:
         return Reading(Use.UNKNOWN, code.name)
@@ -87,7 +84,7 @@ def read_code(code: Code, depth: int = 0) -> Reading:
         if told := [one for one in found if one.use is use]:
             return told[0]
     last = found[0] if found else Reading(Use.IGNORES, code.name)  # the callee, if it is passed on
-    return replace(last, reduction=function.reduction())
+    return last._replace(reduction=function.reduction())
 
 
 def uses_labels(code: Code) -> bool:
@@ -111,8 +108,7 @@ def _find_callee(code: Code) -> Code | None:
     return code_of(code.model, "forward")
 
 
-@dataclass(frozen=True)
-class _Function:
+class _Function(NamedTuple):
     code: Code
     tree: ast.FunctionDef
     depth: int

@@ -1,14 +1,13 @@
 """Vendor: translates advice, which is written for CUDA, into the terms of other vendors' cards."""
 
 import re
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 _PROCESSES = r"nvidia-smi --query-compute-apps=\S+ --format=csv"
 _MEMORY = r"nvidia-smi --query-gpu=\S+ --format=csv(?: -l 1)?"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Vendor:
+class Vendor(NamedTuple):
     """Holds a vendor's equivalents of CUDA's terms; empty ones do not exist there."""
 
     name: str
@@ -101,8 +100,7 @@ CUDA = Vendor(
     module="torch.cuda",
 )
 # Neither Windows nor WSL tells nvidia-smi the memory of each process.
-CUDA_ON_WINDOWS = replace(
-    CUDA,
+CUDA_ON_WINDOWS = CUDA._replace(
     processes="Task Manager, Details, with the column 'Dedicated GPU memory'",
     memory="nvidia-smi --query-gpu=memory.used,memory.total --format=csv",
 )

@@ -4,14 +4,13 @@ import platform
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
+from typing import NamedTuple
 
 TESTED = (2, 13)  # newest torch whose parser we have compared with ours
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class Machine(NamedTuple):
     """Facts about one launch; the defaults are Linux, CUDA and the newest tested torch."""
 
     torch: tuple[int, int] = TESTED  # patch releases have not changed allocator settings
@@ -55,7 +54,7 @@ def gather_machine(environ: Mapping[str, str]) -> Machine:
         torch, rocm = read_torch_version(version("torch"))
     except PackageNotFoundError:
         return machine
-    return replace(machine, torch=torch, rocm=rocm)
+    return machine._replace(torch=torch, rocm=rocm)
 
 
 def expandable_blocker(machine: Machine) -> str | None:

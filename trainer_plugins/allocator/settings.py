@@ -7,9 +7,9 @@ AllocatorConfig.h and .cpp of c10/core and c10/cuda, and the parsers of torch 2.
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import Enum
+from typing import NamedTuple
 
 Value = bool | int | float | str | tuple[int, ...]
 
@@ -30,8 +30,7 @@ class Kind(Enum):
     DIVISIONS = "a power of 2, or a list as in [256:1,512:2,>:4]"
 
 
-@dataclass(frozen=True, slots=True)
-class Option:
+class Option(NamedTuple):
     """One option, and the range of values that torch accepts."""
 
     key: str
@@ -75,8 +74,7 @@ class UnknownOptionError(SettingsError):
     """No torch up to 2.13 knows this key."""
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
+class Setting(NamedTuple):
     """One option with its value."""
 
     key: str

@@ -1,7 +1,7 @@
 """The variables that hold allocator settings, and which of them each torch version reads."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from trainer_plugins.allocator.machine import Machine, gather_machine
 
@@ -26,8 +26,7 @@ def names_known(machine: Machine) -> tuple[str, ...]:
     return (CUDA, HIP, UNIFIED) if machine.rocm else (CUDA, UNIFIED)
 
 
-@dataclass(frozen=True, slots=True)
-class Variables:
+class Variables(NamedTuple):
     """The allocator variables that are set in a process."""
 
     texts: Mapping[str, str]

@@ -27,22 +27,15 @@ from trainer_plugins.devices import Device, HostDevice, open_device
 from trainer_plugins.hf_trainer import HfArguments, HfState, HfTrainer
 from trainer_plugins.launch.gather_run_facts import facts_of_trainer, try_read
 from trainer_plugins.launch.in_force import strategy_of
+from trainer_plugins.launch.masked import mask_error
 from trainer_plugins.oom import OutOfMemory, classify
 from trainer_plugins.printable import printable
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.record.folder import folder_of_run, output_dir_of, read_one, write_new
-from trainer_plugins.record.oom_record import OomRecord
 from trainer_plugins.record.run_facts import RunFacts
 from trainer_plugins.record.timeline import Failure, Sample, Timeline
+from trainer_plugins.upkeep.allocations import forget_history, keep_snapshot, record_history
 from trainer_plugins.upkeep.peers import watch_peers
-from trainer_plugins.upkeep.post_mortem import (
-    first_line,
-    forget_history,
-    keep_snapshot,
-    make_record,
-    record_history,
-    write_record,
-)
 from trainer_plugins.upkeep.stack import find_last_errors, frames_above
 
 logger = logging.getLogger(__name__)
@@ -113,7 +106,7 @@ class OOMReporter(RunCallback):
             found = classify(error)
             failure = Failure(
                 step=trainer.state.global_step,
-                words=first_line(error),
+                words=mask_error(error),
                 record="" if found is None else self._record(trainer, call, error, found),
                 num_oom_kills=HostDevice().facts().num_oom_kills,
                 host=socket.gethostname(),
@@ -127,6 +120,9 @@ class OOMReporter(RunCallback):
     def _record(
         self, trainer: HfTrainer, call: str, error: BaseException, found: OutOfMemory
     ) -> str:
+        # An OOM may never come, and this takes as long to import as most callbacks together.
+        from trainer_plugins.upkeep.post_mortem import make_record, write_record
+
         folder = Path(trainer.args.output_dir)
         record = make_record(
             error,
@@ -168,9 +164,11 @@ def _write(folder: Path, facts: RunFacts) -> None:
 
 def _explain_if_it_ended_the_program(path: Path, words: str) -> None:
     """Print the explanation below the traceback; of several failed ranks only the first does."""
+    from trainer_plugins.record.oom_record import OomRecord
+
     with suppress(Exception):  # the record exists, and `explain` reports any problem with it
         record, folder = read_one(path, OomRecord), output_dir_of(path.parent)
-        if record is None or words not in map(first_line, find_last_errors()):
+        if record is None or words not in map(mask_error, find_last_errors()):
             return
         if record.run.world_size > 1 and not _is_first(path.parent, record.run.time_seconds):
             return

@@ -17,7 +17,6 @@ from trainer_plugins.callbacks._run import (
     wrap_once,
 )
 from trainer_plugins.hf_trainer import HfArguments, HfState, HfTrainer
-from trainer_plugins.upkeep.released import released
 from trainer_plugins.upkeep.stack import code_of
 
 logger = logging.getLogger(__name__)
@@ -56,6 +55,8 @@ def _release_before(move: Method, mover: HfTrainer, *args: object, **kwargs: obj
         callback = callback_of(trainer, ReleaseEarlierRuns)
         if callback is not None and (is_next_trial or has_failed):
             with callback.harmless():
+                from trainer_plugins.upkeep.released import released  # slow to import
+
                 what = released(trainer)
                 logger.info("an earlier run of this process still held memory: %s", what)
     gc.collect()

@@ -1,13 +1,11 @@
 """Device: everything that the rest of the package may ask of hardware."""
 
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from trainer_plugins.reading import MemoryReading
 
 
-@dataclass(frozen=True, slots=True)
-class GpuProcess:
+class GpuProcess(NamedTuple):
     """A process that holds memory on a card, as the driver lists it."""
 
     pid: int  # in a container it may be the host's

@@ -5,9 +5,9 @@ import multiprocessing
 import os
 import shutil
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
+from typing import NamedTuple
 
 import psutil
 
@@ -20,8 +20,7 @@ ROOM_EVERY_SECONDS = 1.0  # most of the cost of a reading: four files per limit
 _NO_LIMIT = 1 << 60  # cgroup v1 writes the largest multiple of a page below 2**63
 
 
-@dataclass(frozen=True, slots=True)
-class HostFacts:
+class HostFacts(NamedTuple):
     """Other limits on the host that can end a run; sizes in bytes."""
 
     num_oom_kills: int  # processes of this container killed for memory; 0 if no cgroup counts them
@@ -132,8 +131,7 @@ _V1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "memory.oom_control", "t
 _V2 = "memory.max", "memory.current", "memory.events", "inactive_file"
 
 
-@dataclass(frozen=True, slots=True)
-class _Limit:
+class _Limit(NamedTuple):
     folder: Path
     limit: str  # this and the next two: files in the folder
     current: str

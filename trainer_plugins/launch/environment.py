@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -37,7 +37,7 @@ def launch_environment(environ: Mapping[str, str], with_vllm: bool = False) -> L
     `with_vllm`: vLLM will run inside the training process.
     """
     variables, machine = Variables.pick(environ), gather_machine(environ)
-    machine = replace(machine, has_vllm=machine.has_vllm or with_vllm)
+    machine = machine._replace(has_vllm=machine.has_vllm or with_vllm)
     chosen, why = choose(variables, machine)
     if chosen and not variables.texts and find_spec("vllm") is not None:
         why += "; vLLM is installed: if it will run in the training process, give --vllm"

@@ -10,10 +10,9 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -37,8 +36,7 @@ _DURATION = "one to three minutes on two quiet cores, up to ten on busy ones"
 _FIRST_PID_NAMESPACE = 0xEFFFFFFC  # PROC_PID_INIT_INO, include/linux/proc_ns.h
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExtensionLock:
+class ExtensionLock(NamedTuple):
     """Describes the lock file of a build, and its owner."""
 
     path: Path

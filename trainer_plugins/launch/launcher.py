@@ -5,8 +5,8 @@ import io
 import os
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -19,8 +19,7 @@ _EXPORTED = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 _DEEPSPEED_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 
 
-@dataclass(frozen=True, slots=True)
-class Launcher:
+class Launcher(NamedTuple):
     """Describes one call of `accelerate launch`."""
 
     arguments: tuple[str, ...]  # the arguments after `launch`

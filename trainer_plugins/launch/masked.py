@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from enum import Enum
 from inspect import Parameter, signature
 
+from trainer_plugins.printable import printable
 from trainer_plugins.record.webhook import VARIABLE
 
 HIDDEN = "(hidden)"
@@ -19,7 +20,7 @@ _LIBRARIES = ("transformers", "trl", "peft", "accelerate")
 _LONGEST_TEXT, _DEEPEST = 2000, 12
 
 # Arguments of scripts and launchers, and fields of nested settings, that no class declares.
-_NAMES = re.compile(
+_NAMES = (
     r"(?:base_)?model(?:_name|_name_or_path|_type)?|_name_or_path|architectures"
     r"|modules_to_not_convert"
     r"|(?:tokenizer|config|dataset)(?:_name|_file|_config|_split)?|(?:train|validation|test)_file"
@@ -33,35 +34,32 @@ _NAMES = re.compile(
     r"|nproc_per_node|standalone|multi_gpu|mixed_precision|zero_stage|deepspeed_config_file"
     r"|CUDA_VISIBLE_DEVICES|OMP_NUM_THREADS"
 )
-_SECRET = re.compile(
-    r"(?:token|key|secret|passw(?:or)?d|passphrase|auth|cookie|credential)(s?)$", re.IGNORECASE
-)
-_NUMBER = re.compile(r"[-+]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?[kKmMgG]?")
-_SWITCH = re.compile(r"|true|false|yes|no|on|off|none|null|auto", re.IGNORECASE)
-_PLAIN = re.compile(r"[\w./~][\w./~+-]*(?::\d+)?(?:[, ][\w./~+-]+)*")
-_OPTION = re.compile(r"--[A-Za-z][\w.-]*|-[A-Za-z]{1,2}")
-_ASSIGNED = re.compile(r"([-+~]{0,2}[A-Za-z_][\w.@/-]*)=(.*)", re.DOTALL)
-_PROGRAM = re.compile(r"launch|.*/bin/[\w.-]+|.*\.(?:py|sh|ya?ml|json|toml)")
+_SECRET = r"(?i)(?:token|key|secret|passw(?:or)?d|passphrase|auth|cookie|credential)(s?)$"
+_NUMBER = r"[-+]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?[kKmMgG]?"
+_SWITCH = r"(?i)|true|false|yes|no|on|off|none|null|auto"
+_PLAIN = r"[\w./~][\w./~+-]*(?::\d+)?(?:[, ][\w./~+-]+)*"
+_OPTION = r"--[A-Za-z][\w.-]*|-[A-Za-z]{1,2}"
+_ASSIGNED = r"(?s)([-+~]{0,2}[A-Za-z_][\w.@/-]*)=(.*)"
+_PROGRAM = r"launch|.*/bin/[\w.-]+|.*\.(?:py|sh|ya?ml|json|toml)"
 
 # Published formats: Hugging Face, GitHub, GitLab, OpenAI and Anthropic, Slack, AWS, Google, Weights
 # & Biases, NVIDIA; JSON Web Tokens (RFC 7519); PEM keys (RFC 7468); Authorization (RFC 6750).
-_FORMS = re.compile(
+_FORMS = (
     r"-----BEGIN [A-Z ]+-----(?s:.*?)(?:-----END [A-Z ]+-----|\Z)|\beyJ[\w-]{10,}(?:\.[\w-]*)*"
     r"|\b(?:AKIA|ASIA)[A-Z0-9]{12,}|\bwandb_v1_\w{16,}|(?<=\bBearer )\S+|(?<=\bBasic )\S+"
     r"|\b(?:hf_|api_org_|gh[oprsu]_|github_pat_|sk-|gl[a-z]{2,5}-|xox[abeprs]-|ya29\.|AIza|nvapi-)"
     r"(?=[\w-]*?(?:[0-9][A-Za-z]|[a-z][0-9A-Z]|[A-Za-z0-9]{24}))[\w-]{10,}"
 )
-_USER = re.compile(r"(?<=://)[^\s\"'<>]*(?=@)|(?<![\w/@.:-])[\w.+-]+:[^\s/@\"':]+(?=@[\w-]+[.:])")
-_QUERY = re.compile(r"(?<=\?)[\w.-]+=[^\s\"'<>]*")
-_NAMED = re.compile(
-    r"((?:token(?!s)|(?:api|access|account|private|[_-])_?key|secret|passw(?:or)?d|passphrase"
+_USER = r"(?<=://)[^\s\"'<>]*(?=@)|(?<![\w/@.:-])[\w.+-]+:[^\s/@\"':]+(?=@[\w-]+[.:])"
+_QUERY = r"(?<=\?)[\w.-]+=[^\s\"'<>]*"
+_NAMED = (
+    r"(?im)((?:token(?!s)|(?:api|access|account|private|[_-])_?key|secret|passw(?:or)?d|passphrase"
     r"|authorization"
     r"|credential)s?(?:\\*[\"']\]?)?\s{0,3}(?:=>|[:=](?!=))\s{0,3}(?:Bearer |Basic )?)"
-    r"(?:(\\*[\"']).*?(?:\2|$)|[\[{].*|[^\s,;&)\]}]+)",
-    re.IGNORECASE | re.MULTILINE,
+    r"(?:(\\*[\"']).*?(?:\2|$)|[\[{].*|[^\s,;&)\]}]+)"
 )
-_ATOM = re.compile(r"[A-Za-z0-9+]{16,}")
-_CHUNK = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|[0-9]+")
+_ATOM = r"[A-Za-z0-9+]{16,}"
+_CHUNK = r"[A-Z]?[a-z]+|[A-Z]+|[0-9]+"
 _FEWEST_LETTERS_A_CHUNK = 3  # in names of transformers, torch and DeepSpeed
 
 
@@ -73,10 +71,16 @@ def mask_text(text: str) -> str:
     """
     if webhook := os.environ.get(VARIABLE, "").strip():
         text = text.replace(webhook, HIDDEN)
-    text = _NAMED.sub(lambda found: found[1] + HIDDEN, _shorten_home(text)[:_LONGEST_TEXT])
+    text = re.sub(_NAMED, lambda found: found[1] + HIDDEN, _shorten_home(text)[:_LONGEST_TEXT])
     for pattern in (_USER, _QUERY, _FORMS):
-        text = pattern.sub(HIDDEN, text)
-    return _ATOM.sub(lambda found: HIDDEN if _is_drawn(found[0]) else found[0], text)
+        text = re.sub(pattern, HIDDEN, text)
+    return re.sub(_ATOM, lambda found: HIDDEN if _is_drawn(found[0]) else found[0], text)
+
+
+def mask_error(error: BaseException) -> str:
+    """Return an error's class and the first line of its message, without secrets."""
+    lines = mask_text(str(error)).strip().splitlines() or [""]
+    return printable(f"{type(error).__name__}: {lines[0][:300]}".rstrip(": "))
 
 
 def mask_command(command: Iterable[str]) -> tuple[str, ...]:
@@ -89,15 +93,15 @@ def mask_command(command: Iterable[str]) -> tuple[str, ...]:
     shown: list[str] = []
     option, num_values, before = "", 0, ""
     for word in command:
-        if before == "-c" or _SECRET.search(before):
+        if before == "-c" or re.search(_SECRET, before):
             shown.append(HIDDEN)
-        elif word == "--" or _OPTION.fullmatch(word):
+        elif word == "--" or re.fullmatch(_OPTION, word):
             option, num_values = word, 0
             shown.append(mask_text(word))
-        elif assigned := _ASSIGNED.fullmatch(word):
+        elif assigned := re.fullmatch(_ASSIGNED, word):
             shown.append(f"{mask_text(assigned[1])}={_value(assigned[1], assigned[2], declared)}")
-        elif before == "-m" or not shown or _PROGRAM.fullmatch(word):
-            shown.append(mask_text(word) if _PLAIN.fullmatch(word) else HIDDEN)
+        elif before == "-m" or not shown or re.fullmatch(_PROGRAM, word):
+            shown.append(mask_text(word) if re.fullmatch(_PLAIN, word) else HIDDEN)
         else:
             shown.append(_value(option, word, declared, num_values))
             num_values += 1
@@ -126,9 +130,9 @@ def mask_fields(
     """
     shown: dict[str, object] = {}
     for name, value in fields.items():
-        has_words = bool(_NAMES.fullmatch(str(name))) or name in (known or ())
+        has_words = bool(re.fullmatch(_NAMES, str(name))) or name in (known or ())
         has_numbers = has_words or known is None or depth > 0
-        if secret := _SECRET.search(str(name)):
+        if secret := re.search(_SECRET, str(name)):
             has_words, has_numbers = False, has_numbers and bool(secret[1])  # a number of tokens
         shown[mask_text(str(name))] = _mask(value, has_numbers, has_words, known, depth)
     return shown
@@ -150,10 +154,12 @@ def _mask(
 
 def _word(text: str, has_numbers: bool, has_words: bool) -> str:
     """Return a switch, a number, or a word or path that does not look like a secret."""
-    if _SWITCH.fullmatch(text) or (has_numbers and _NUMBER.fullmatch(text)):
+    if re.fullmatch(_SWITCH, text) or (has_numbers and re.fullmatch(_NUMBER, text)):
         return text
     shown = _shorten_home(text)
-    return shown if has_words and _PLAIN.fullmatch(text) and mask_text(text) == shown else HIDDEN
+    return (
+        shown if has_words and re.fullmatch(_PLAIN, text) and mask_text(text) == shown else HIDDEN
+    )
 
 
 def _value(
@@ -162,7 +168,7 @@ def _value(
     """Return a value of a command line; under a dotted name, as in Hydra, only numbers."""
     *groups, last = re.split(r"[.@/]", name.lstrip("-+~").replace("-", "_"))
     field = declared.get(last)
-    is_known = bool((field or _NAMES.fullmatch(last)) and not _SECRET.search(last))
+    is_known = bool((field or re.fullmatch(_NAMES, last)) and not re.search(_SECRET, last))
     kind = "list[str]" if last == "lora_target_modules" else str(field.annotation if field else str)
     is_shown = is_known and ("list" in kind or not num_values_before)
     return _word(text, is_shown, is_shown and not groups and bool(re.search(r"\bstr\b", kind)))
@@ -191,4 +197,4 @@ def _shorten_home(text: str) -> str:
 
 def _is_drawn(text: str) -> bool:
     """Return whether letters and digits look random: they change kind at every second character."""
-    return len(text) < _FEWEST_LETTERS_A_CHUNK * len(_CHUNK.findall(text))
+    return len(text) < _FEWEST_LETTERS_A_CHUNK * len(re.findall(_CHUNK, text))

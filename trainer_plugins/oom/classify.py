@@ -49,7 +49,7 @@ def _compile_rules() -> tuple[tuple[Rule, re.Pattern[str]], ...]:
 
 
 # After these, every call on the device fails until a restart. They are not OOMs but may follow one.
-_STICKY = re.compile(
+_STICKY = (
     r"illegal memory access|device-side assert triggered|unspecified launch failure"
     r"|misaligned address|illegal instruction|uncorrectable (?:ECC|NVLink)|the launch timed out"
     r"|hardware stack error|invalid program counter|DEVICE_LOST"
@@ -63,8 +63,8 @@ _NEVER = (
 )
 # Text allowed before the words in their line: a log prefix or the name of an error, but no
 # sentence, quotation, or `raise` statement quoted by a traceback.
-_LED = re.compile(r"^\s*$|[:\])>|│-]\s+$|Error:$|^(?!.*\braise ).*Error\(['\"]$")
-_LED_BY_OTHER = re.compile(rf"(?:{_NEVER}): $")
+_LED = r"^\s*$|[:\])>|│-]\s+$|Error:$|^(?!.*\braise ).*Error\(['\"]$"
+_LED_BY_OTHER = rf"(?:{_NEVER}): $"
 
 # torch divides by 1024 whatever unit it prints; older MPS allocators write GB, the kernel kB.
 _SIZE = r"(\d{1,20}(?:\.\d{0,9})?) ?([KkMGTPE]?)i?[Bb](?:ytes)?"
@@ -104,8 +104,8 @@ _NUMBERS = {
     "reserved_bytes": (rf"{_SIZE} reserved in total by PyTorch",),
     "unused_bytes": (rf"{_SIZE} is reserved by PyTorch but unallocated", rf"{_SIZE} cached\)"),
 }
-_DEVICE = re.compile(r"\b(?:[GN]PU|on device) {1,4}(?:cuda:|npu:|xpu:)?(\d{1,9})\b")
-_HOLDER = re.compile(
+_DEVICE = r"\b(?:[GN]PU|on device) {1,4}(?:cuda:|npu:|xpu:)?(\d{1,9})\b"
+_HOLDER = (
     rf"(?:this process|[Pp]rocess (\d{{1,20}})) has {_SIZE} memory in use"
     rf"|Killed process (\d{{1,20}}) .{{0,200}}anon-rss:{_SIZE}"
 )
@@ -197,14 +197,14 @@ def _read(text: str, all_texts: list[str]) -> OutOfMemory | None:
     end = match.end()
     message = text[end - len(_head(text, end)) : end + _MESSAGE_CHARACTERS]
     lines = "\n".join(message.splitlines()[:_NUM_LINES])
-    is_lost = any(_STICKY.search(one) for one in all_texts)
+    is_lost = any(re.search(_STICKY, one) for one in all_texts)
     return _make_error(rule, lines, LOST_CONTEXT if is_lost else rule.fatal)
 
 
 def _first(rule: Rule, pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
     for match in pattern.finditer(text):
         head = _head(text, match.start())
-        if rule.follows_anything or (_LED.search(head) and not _LED_BY_OTHER.search(head)):
+        if rule.follows_anything or (re.search(_LED, head) and not re.search(_LED_BY_OTHER, head)):
             return match
     return None
 
@@ -216,11 +216,11 @@ def _head(text: str, end: int) -> str:
 
 def _make_error(rule: Rule, message: str, fatal: str) -> OutOfMemory:
     holders = []
-    for match in _HOLDER.finditer(message):
+    for match in re.finditer(_HOLDER, message):
         pid = match[1] or match[4]
         num_bytes = _bytes(match[2] or match[5], match[3] or match[6])
         holders.append((int(pid) if pid else None, num_bytes))
-    device = _DEVICE.search(message)
+    device = re.search(_DEVICE, message)
     found = OutOfMemory(
         source=rule.source,
         is_certain=rule.is_certain,

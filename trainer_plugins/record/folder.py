@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, Literal, TypeVar, get_args, get_origin
 T = TypeVar("T")
 
 NAME = "_trainer_plugins"  # `Trainer.push_to_hub` skips names that begin with `_`
+GONE = ".gone"  # suffix of an empty file for a rank whose process ended before others
 DRY = "TRAINER_PLUGINS_DRYCUDA"  # in a dry run, the environment variable with its folder
 _LONGEST_BYTES = 16 << 20
 

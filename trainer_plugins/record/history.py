@@ -4,14 +4,13 @@ import re
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from io import BufferedReader
 from operator import itemgetter
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from trainer_plugins.printable import printable
-from trainer_plugins.record.folder import NAME, open_regular, places_of_run, read_one
+from trainer_plugins.record.folder import GONE, NAME, open_regular, places_of_run, read_one
 from trainer_plugins.record.oom_record import OomRecord
 from trainer_plugins.record.timeline import (
     CUT_OFF,
@@ -27,14 +26,12 @@ from trainer_plugins.record.timeline import (
 )
 
 T = TypeVar("T")
-GONE = ".gone"  # suffix of an empty file for a rank whose process ended before others
 _APART_SECONDS = 10.0  # between ranks of a launch that each die before training
 Kind = TypeVar("Kind", Sample, Flush, Remark, Beginning, Failure)
 Timelines = Mapping[int, Sequence[Entry]]  # by rank; one or more, each with an entry
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """One run: a training with the evaluations around it, or evaluations alone."""
 
     timelines: Timelines
@@ -80,8 +77,7 @@ class Run:
         return (entry for entries in self.timelines.values() for entry in entries)
 
 
-@dataclass(frozen=True, slots=True)
-class History:
+class History(NamedTuple):
     """All runs that wrote into a folder."""
 
     runs: Sequence[Run]  # oldest first

@@ -1,6 +1,5 @@
 """Webhook: posts important events of a run to a URL while training continues."""
 
-import html
 import json
 import logging
 import math
@@ -70,13 +69,15 @@ class Webhook:
             thread.join(_END_SECONDS)
 
     def _post(self, step: int, code: str, words: str) -> None:
+        from html import escape  # slow to import
+
         host = socket.gethostname()
         line = f"{self._run}, rank {self._rank} on {host}, step {step}: {words}"
         text = printable(line)[:_LONGEST_CHARACTERS]
         message = {
             "content": text,  # Discord
             "allowed_mentions": {"parse": []},  # Discord: an @everyone in an error notifies no one
-            "text": html.escape(text, quote=False),  # Slack, which treats <!channel> as a mention
+            "text": escape(text, quote=False),  # Slack, which treats <!channel> as a mention
             "run": self._run,
             "step": step,
             "rank": self._rank,

@@ -214,7 +214,7 @@ def add_last_readings(history: History, folder: Path) -> History:
     """Add the readings at an out-of-memory error to each run of a folder."""
     records = read_oom_records(folder)
     runs = [add_records(run, records_of(run, records)) for run in history.runs]
-    return replace(history, runs=runs)
+    return history._replace(runs=runs)
 
 
 def records_of(run: Run, records: Sequence[OomRecord]) -> list[OomRecord]:
@@ -240,4 +240,4 @@ def add_records(run: Run, records: Sequence[OomRecord]) -> Run:
                 if record.last_sample is not None:
                     entries.insert(at, record.last_sample)
                 break
-    return replace(run, timelines=timelines)
+    return run._replace(timelines=timelines)

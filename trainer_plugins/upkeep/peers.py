@@ -10,7 +10,7 @@ from threading import Thread
 
 import psutil
 
-from trainer_plugins.record.history import GONE
+from trainer_plugins.record.folder import GONE
 
 
 def watch_peers(folder: Path) -> Callable[[], None]:

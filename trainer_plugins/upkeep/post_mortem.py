@@ -1,17 +1,14 @@
 """Writes the facts of a run that raises into its folder, before the exception propagates."""
 
-import logging
 import os
-import pickle
 import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from time import time
-from typing import Any
 
 import torch
 
@@ -21,7 +18,7 @@ from trainer_plugins.launch.masked import mask_text
 from trainer_plugins.oom import OutOfMemory, classify
 from trainer_plugins.printable import printable
 from trainer_plugins.reading import MemoryReading
-from trainer_plugins.record.folder import replacing, write_new
+from trainer_plugins.record.folder import write_new
 from trainer_plugins.record.history import rank_files
 from trainer_plugins.record.oom_record import Host, Moment, OomRecord, Part, Peer, Planned, Shape
 from trainer_plugins.record.run_facts import RunFacts
@@ -29,8 +26,6 @@ from trainer_plugins.record.shown import Process
 from trainer_plugins.record.timeline import Sample, from_line
 from trainer_plugins.upkeep.frames import batch_of, find_moment, render_frames, traceback_frames
 from trainer_plugins.upkeep.holders import count_alive
-
-logger = logging.getLogger(__name__)
 
 _NUM_READINGS = 20
 _TAIL_BYTES = 1 << 14
@@ -77,12 +72,6 @@ def write_record(record: OomRecord, folder: Path) -> str:
     command = f"trainer-plugins explain {shlex.quote(str(folder))}"
     _print(f"{record.words}: see {path}, or {command}")
     return path.name
-
-
-def first_line(error: BaseException) -> str:
-    """Return an error's class and the first line of its message, without secrets."""
-    lines = mask_text(str(error)).strip().splitlines() or [""]
-    return printable(f"{type(error).__name__}: {lines[0][:300]}".rstrip(": "))
 
 
 def make_record(
@@ -191,63 +180,3 @@ def _peers(folder: Path, rank: int) -> tuple[Peer, ...]:
                 )
             )
     return tuple(found)
-
-
-MAX_ENTRIES = 100_000  # allocations that torch keeps; its default is no limit
-
-
-_draft: Path | None = None  # path of torch's next snapshot
-
-
-@cache  # torch cannot detach an observer, so ours does nothing without a draft
-def _observe_errors() -> None:
-    native: Any = torch._C
-    native._cuda_attach_out_of_memory_observer(_on_out_of_memory)
-
-
-def record_history(folder: Path, rank: int) -> bool:
-    """Record allocations from now on, for a snapshot; False if torch has no snapshots here."""
-    global _draft
-    if not torch.cuda.is_available():
-        return False
-    torch.cuda.memory._record_memory_history(
-        context="alloc", stacks="python", max_entries=MAX_ENTRIES
-    )
-    _observe_errors()
-    _draft = folder / f".oom-rank{rank}-{os.getpid()}.pickle"
-    return True
-
-
-def keep_snapshot() -> str:
-    """Rename the last snapshot, which the next one would replace; return its name, if any."""
-    if _draft is None or not _draft.exists():
-        return ""
-    rank = _draft.name.split("-")[1]
-    kept = _draft.with_name(f"oom-{rank}-{int(time())}-{os.getpid()}.pickle")
-    _draft.rename(kept)
-    return kept.name
-
-
-def forget_history() -> None:
-    """Stop recording, and remove a snapshot that was not kept."""
-    global _draft
-    draft, _draft = _draft, None
-    if draft is not None:
-        torch.cuda.memory._record_memory_history(enabled=None)
-        with suppress(OSError):
-            draft.unlink()
-
-
-def _on_out_of_memory(device: int, asked: int, allocated: int, free: int) -> None:
-    """Write the snapshot; torch calls this before the error unwinds any frame."""
-    draft = _draft
-    if draft is None:
-        return
-    try:
-        draft.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(draft) as file:
-            # torch's viewer reads protocols 2 to 4.
-            pickle.dump(torch.cuda.memory._snapshot(), file, protocol=4)
-    except Exception:
-        # An error here would hide the original.
-        logger.warning("torch's snapshot could not be written to %s", draft, exc_info=True)

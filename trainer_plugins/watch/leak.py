@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 from statistics import median
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from trainer_plugins import advice
 from trainer_plugins.advice import Door
@@ -27,8 +27,7 @@ _BLOCK = 4
 _RISING_FRACTION = 0.001
 
 
-@dataclass(frozen=True, slots=True)
-class Footprint:
+class Footprint(NamedTuple):
     """Memory that is live after a step, once activations are freed; sizes in bytes."""
 
     step: int
