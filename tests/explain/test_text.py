@@ -555,6 +555,16 @@ def test_first_come_nine_lines(tmp_path: Path) -> None:
     assert len(everything) > 5 + num_more / 2
 
 
+def test_the_next_cause_has_one_of_the_alternatives() -> None:
+    """The loss failed, and enough memory was free in pieces: whichever it was, its remedy is there."""
+    _, out, _ = command(Path(__file__).parent / "corpus" / "hiyouga-llamafactory-6800.txt")
+    assert out.startswith("Cause  the logits and their loss do not fit")
+    assert (
+        "\nOr     export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True\n"
+        "       If enough memory was free, but only in small pieces (fragmentation).\n"
+    ) in out
+
+
 @pytest.mark.parametrize("named", [["-"], []], ids=["named", "piped"])
 def test_the_command_writes_json_from_standard_input(named: list[str]) -> None:
     code, out, _ = command("--json", *named, stdin=FULL.encode())

@@ -172,6 +172,15 @@ class Explanation:
     numbers: Numbers = field(default_factory=Numbers)
     before: Numbers | None = None  # of the earlier of two compared snapshots
 
+    def _alternatives(self) -> tuple[Remedy, ...]:
+        """Return one more remedy of the first cause, and one of the next if that is as possible."""
+        first = self.causes[0]
+        same = [one for one in self.remedies[1:] if one.cause == first.code]
+        other = [one for one in self.remedies[1:] if one.cause != first.code]
+        if first.grade == "certain":
+            other = []
+        return (*same[:1], *other[:1], *same[1:])[:_MOST_ALTERNATIVES]
+
     def brief(self) -> Iterator[BriefLine]:
         """Yield the cause, its best evidence, the first remedies, and the question that decides."""
         first = self.causes[0]
@@ -186,11 +195,14 @@ class Explanation:
         left = len(self.causes) - 1 + len(evidence[_SHOWN_EVIDENCE:])
         left += len(self.remedies[1:]) + len(self.unknown)
         if self.remedies:
-            remedy, *others = self.remedies
+            remedy = self.remedies[0]
             yield BriefLine("Try", remedy.do)
             yield from (BriefLine("", line) for line in remedy.words.splitlines())
-            same = [one.do for one in others if one.cause == first.code]
-            yield from (BriefLine("Or", do) for do in same[:_MOST_ALTERNATIVES])
+            for one in self._alternatives():
+                yield BriefLine("Or", one.do)
+                if one.cause != first.code:
+                    summary = next(each.summary for each in self.causes if each.code == one.cause)
+                    yield BriefLine("", f"If {summary} ({one.cause}).")
         if first.doubt and first.grade == "possible":
             yield BriefLine("Check", f"{first.doubt}.")
         else:

@@ -226,7 +226,7 @@ PLACES: tuple[Rule, ...] = (
         r"|from_pretrained|\bevaluate\b|evaluation_loop",
         words=_moment(
             r"(?:checkpoint )?sav(?:e|es|ed|ing)\b|(?:writ\w+|stor\w+) (?:a |the )?checkpoint",
-            "保存|存储|save",
+            r"(?:保存|存储)(?!\S{0,12}梯度)|save",
         ),
         unknown="how large the gathered state is: weights in fp32 take 4 bytes per parameter",
     ),
@@ -238,7 +238,8 @@ PLACES: tuple[Rule, ...] = (
         innermost=20,
         unless=LOADING + r"|safetensors",
         words=_moment(
-            r"resum(?:e|es|ed|ing)\b|(?:load|restor)\w* (?:from )?(?:an? |the )?checkpoint\b",
+            r"resum(?:e|es|ed|ing)\b"
+            r"|(?:load|restor)\w* (?:from )?(?:an? |the )?checkpoint\b(?! shards)",
             "断点|恢复训练|续训|resume",
         ),
         unknown="whether the checkpoint or the run itself is too large: see whether it fits"
