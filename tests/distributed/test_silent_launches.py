@@ -1,4 +1,4 @@
-"""Eleven launches that end with exit code 0 and train something else than was asked: each is said at train begin."""
+"""Twelve launches that end with exit code 0 and train something else than was asked: each is said at train begin."""
 
 import os
 from ctypes.util import find_library

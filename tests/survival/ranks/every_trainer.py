@@ -136,7 +136,7 @@ def zero(stage: int, **more: Any) -> dict[str, Any]:
 
 
 STRATEGIES: dict[str, dict[str, Any]] = {
-    "1 card": {},
+    "1 process": {},
     "DDP": {},
     "FSDP1": {"fsdp": True, "fsdp_config": {"version": 1, "sync_module_states": False, **WRAP}},
     "FSDP2": {"fsdp": True, "fsdp_config": {"version": 2, **WRAP}},
@@ -147,7 +147,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     ),
     "ZeRO-3 rehearsed": zero(3),
 }
-OF_TABLE = ("1 card", "DDP", "FSDP1", "FSDP2", "ZeRO-2", "ZeRO-3")
+OF_TABLE = ("1 process", "DDP", "FSDP1", "FSDP2", "ZeRO-2", "ZeRO-3")
 FAILS = {
     ("FSDP1", "GKDTrainer"): "without survival too: TRL generates from divided weights",
     ("FSDP2", "a T5"): "without survival too: torch takes no weights that two units share",
