@@ -87,8 +87,8 @@ def test_the_page_has_the_counts_of_the_table() -> None:
     kinds = [outcome.kind for outcome in TABLE.values()]
     num_refused = kinds.count("refused") + kinds.count("refused when measured")
     counts = (
-        f"Of the {len(TABLE)} classes of transformers {table_version().rpartition('.')[0]} that "
-        f"compute a loss, {kinds.count('exact')} are exact, {num_refused} are refused and "
+        f"Of the {len(TABLE)} model classes of transformers {table_version().rpartition('.')[0]} "
+        f"that compute a loss, {kinds.count('exact')} are exact, {num_refused} are refused and "
         f"{kinds.count('not tried')} were not tried."
     )
     assert counts in " ".join(PAGE.read_text().split())
