@@ -31,6 +31,15 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes / MIB:.1f} MiB"
 
 
+def count_in_words(number: int, noun: str) -> str:
+    """Render a number of things for people.
+
+    >>> count_in_words(1, "row"), count_in_words(8, "row")
+    ('1 row', '8 rows')
+    """
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def parse_size(text: str) -> int:
     """Parse a size as people write it, in bytes; `GiB` is 2**30 and `GB` is 10**9.
 

@@ -58,7 +58,7 @@ def test_an_evaluation_that_dies_is_forecast_and_lives_with_the_same_metrics(
         evaluate(make_trainer, EvaluationGuard(timeline=timeline), metrics=metrics)
     (finding,) = said(timeline)
     assert (finding.code, finding.severity) == ("evaluation-gathers-logits", Severity.ERROR)
-    assert "an evaluation keeps its outputs until it ends: 250.0 MiB, but" in finding.summary
+    assert "an evaluation needs 250.0 MiB for its outputs at its end, but" in finding.summary
     assert "4 batches of 31.2 MiB" in finding.evidence
 
     simgpu.set_capacity(1024 * MIB)
@@ -174,6 +174,6 @@ def test_main_memory_that_is_short_too_is_said_at_the_first_batch(make_trainer, 
     with pytest.raises(LookupError):
         trainer.predict(Endless())
     (finding,) = said(timeline)
-    assert "of main memory is free" in finding.summary
+    assert "but main memory has" in finding.summary
     assert finding.severity is Severity.ERROR
     assert trainer.args.eval_accumulation_steps is trainer.preprocess_logits_for_metrics is None

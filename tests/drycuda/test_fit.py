@@ -96,7 +96,7 @@ def test_a_run_that_does_not_fit_trains_the_same_in_smaller_pieces(folder: Path)
     done = _fitted(folder, "--gpu", "1000MiB", script=(*on_card, _CARD, "train.py"), flags=flags)
     assert done.returncode == 0, done.stderr[-3000:]
     said = [line for line in done.stderr.splitlines() if line.startswith("trainer-plugins exec --")]
-    assert said[0].startswith("trainer-plugins exec --fit: 3 rows x 2: "), said
+    assert said[0].startswith("trainer-plugins exec --fit: 3 rows x 2 accumulation steps: "), said
     assert said[0].endswith("survival splits each micro-batch of 6, and keeps its gradient")
     assert "--preset survive --memory-rows-at-once 3 -- COMMAND" in said[1]
     assert "trained 6 1 False 8 2" in done.stdout

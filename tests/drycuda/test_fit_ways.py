@@ -175,7 +175,7 @@ def test_what_cannot_free_enough_is_not_run(monkeypatch) -> None:
     found, failed, tried = first_that_fits(monkeypatch, fitting={"none": 1})
     assert found is None
     assert len(tried) == 1
-    assert failed[0] == "1 row x 4: 36.00 GiB short"
+    assert failed[0] == "1 row x 4 accumulation steps: 36.00 GiB short"
     assert all(": at least " in each for each in failed[1:])
 
 

@@ -147,7 +147,7 @@ def test_a_trainer_of_a_notebook_is_run_on_the_dry_card(folder: Path) -> None:
     assert not (folder / "written").exists()
     dry = MemoryPlan.from_json((folder / "plan.json").read_text())
     assert dry.planned["adapter"] == "LORA, r=8"
-    assert dry.planned["rows"].startswith("3 (micro-batch) x 1 (accumulation) x 1 GPU")
+    assert dry.planned["batch"].startswith("3 rows x 1 accumulation step x 1 GPU")
     assert {"backward", "evaluation"} <= dry.moments.keys()
     assert dry.num_parameters == int(done.stdout.split()[-1])
     assert "attributes of the Trainer that cannot be pickled were left out: log" in dry.not_reliable

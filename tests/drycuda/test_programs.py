@@ -136,7 +136,7 @@ def test_a_second_training_counts_and_one_that_does_not_come_is_named(tmp_path: 
     both = plan_of(tmp_path, "--gpu", "80GiB")
     one = plan_of(tmp_path, "--gpu", "80GiB", command=(*TRAIN, "1", "no-second"))
     assert both.planned["model"].endswith("trained by Trainer, then by Trainer")
-    assert both.planned["rows"].startswith("8 at once")
+    assert both.planned["batch"].startswith("8 rows at once")
     assert both.moments["forward"].allocated_bytes > 1.5 * one.moments["forward"].allocated_bytes
     # The first one's optimizer is gone when the second one makes its own.
     step, first = (plan.moments["optimizer step"].allocated_bytes for plan in (both, one))

@@ -302,7 +302,7 @@ def test_what_halving_would_bring_is_told_by_a_plan_that_is_filled_in(tmp_path: 
     assert (
         answer.remedies[1].do == "--per_device_train_batch_size 4 --gradient_accumulation_steps 2"
     )
-    assert "You may have to halve it again" in answer.remedies[1].effect
+    assert "you may have to halve it again" in answer.remedies[1].effect
     plan = answer.remedies[3]
     assert plan.do == (
         f"trainer-plugins plan --model {tmp_path} --gpu 23.65GiB --num-gpus 2 --trainer sft"

@@ -46,7 +46,7 @@ def test_a_run_that_does_not_fit_is_exit_code_3_and_says_what_would(tmp_path: Pa
     assert found.fails_on_less is not None
     assert found.versions["torch"]
     assert any("padding" in line for line in found.assumptions)
-    assert found.planned["rows"].startswith("2 (micro-batch) x 1 (accumulation) x 1 GPU")
+    assert found.planned["batch"].startswith("2 rows x 1 accumulation step x 1 GPU")
     assert "--lora-r 128" in found.planned["command"]
     assert found.proposals or found.tried_without_success
     for each in found.proposals:
@@ -84,11 +84,14 @@ def test_the_answer_is_few_lines_and_its_first_change_makes_the_run_fit(tmp_path
     assert first.startswith("Does not fit on 594MiB: ")
     assert first.endswith("short, in the backward pass")
     assert planned.startswith(
-        "Planned   rows 16 (micro-batch) x 1 (accumulation) x 1 GPU = 16 per step; length"
+        "Planned   batch 16 rows x 1 accumulation step x 1 GPU = 16 rows per step; length"
     )
     assert "card kernels of rtx4060 (sm_89), guessed from its size" in planned
-    assert re.match(r"Peak      .* MiB logits and loss, .*context at least [\d.]+ MiB$", peak)
-    assert re.match(r"Try       \d rows? x \d+: [\d.]+ MiB to spare. Cost: the same tr", change)
+    assert re.match(
+        r"Peak      .* MiB logits and loss, .*; in all, with CUDA's context, at least [\d.]+ MiB$",
+        peak,
+    )
+    assert re.match(r"Try       \d rows? x \d+ accumulation steps?: [\d.]+ MiB to spare. Cost: the same tr", change)
     assert re.match(r"Accuracy  allocated within ", accuracy)
     assert re.match(r"More      \d assumptions(, \d suggestions?)?: --verbose", more)
     again = plan(*asked, "--gpu", "594MiB", *flags.split())

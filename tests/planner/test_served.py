@@ -114,7 +114,7 @@ def test_the_launch_decides_what_divides_the_work(exported, words) -> None:
     asked = request(tiny(), *flags, sequence_length=LENGTH, num_gpus=2)
     plan = predict_one(replace(asked, environment=exported))
     assert plan.planned["strategy"] == words
-    assert (" (2 share a row)" in plan.planned["rows"]) is (words == "tensor parallelism")
+    assert (" (2 share a row)" in plan.planned["batch"]) is (words == "tensor parallelism")
 
 
 def test_main_memory_that_is_short_is_said_and_the_card_judged_by_itself() -> None:

@@ -166,7 +166,7 @@ ROOM_IN_THE_MAP = Advice(
     ' max_memory=dict.fromkeys(range(torch.cuda.device_count()), "SIZE"))',
 )
 READ_BY_ONE_RANK = Advice(
-    effect="makes ZeRO-3's first rank read and stack the checkpoint, and send the others parts",
+    effect="makes only ZeRO-3's first rank read the checkpoint, and send the others their parts",
     price="more traffic between the cards",
     accelerate="distributed_type: DEEPSPEED   # with zero_stage: 3",
     deepspeed="zero_optimization.stage: 3",

@@ -5,7 +5,7 @@ from trainer_plugins.checkpointing import spell
 
 SMALLER_MICRO_BATCH = Advice(
     effect="shrinks the activations; the effective batch size stays the same",
-    price="smaller micro-batches keep the card less busy",
+    price="smaller micro-batches lower GPU utilization",
     trainer="--per_device_train_batch_size ROWS --gradient_accumulation_steps STEPS",
     unfilled="halve --per_device_train_batch_size and double --gradient_accumulation_steps",
     code="halve the micro-batch size and double the gradient accumulation steps",

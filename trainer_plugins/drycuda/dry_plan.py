@@ -35,7 +35,7 @@ from trainer_plugins.planner.plan import (
 from trainer_plugins.planner.request import PlanRequest, TrainerSource
 from trainer_plugins.planner.tried import describe_error, name_untried
 from trainer_plugins.record.folder import from_json
-from trainer_plugins.units import size
+from trainer_plugins.units import count_in_words, size
 
 _MOST_GROUPS = 10
 
@@ -177,7 +177,8 @@ def _describe_training(seen: Mapping[str, Any], run: DryRun) -> dict[str, str]:
     num_ranks = seen["world_size"]
     return {
         "model": f"{seen['model']}, trained by {seen['trainer']}",
-        "rows": f"{seen['rows']} at once{tokens}, on {num_ranks} rank{'s' * (num_ranks > 1)}",
+        "batch": f"{count_in_words(seen['rows'], 'row')} at once{tokens}, on"
+        f" {count_in_words(num_ranks, 'rank')}",
         "command": shlex.join(run.command),
         **({"quantised": "its base"} if seen["is_quantised"] else {}),
         **({"card": run.card.guess} if run.card.guess else {}),

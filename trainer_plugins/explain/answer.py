@@ -7,6 +7,7 @@ from typing import ClassVar, Literal, NamedTuple, TypedDict
 
 from trainer_plugins.advice.entry import flags_in
 from trainer_plugins.record.shown import Frame, Process
+from trainer_plugins.units import count_in_words
 
 Certainty = Literal["certain", "likely", "possible"]
 # From the planner for this run, the allocator's model over a snapshot, the numbers of the message,
@@ -208,4 +209,4 @@ class Explanation:
         else:
             left += bool(first.doubt)
         if left:
-            yield BriefLine("More", f"{left} line{'s' if left > 1 else ''}: --verbose")
+            yield BriefLine("More", f"{count_in_words(left, 'line')}: --verbose")

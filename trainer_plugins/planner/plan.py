@@ -74,7 +74,7 @@ class Proposal:
     The effective batch stays the same.
     """
 
-    changes: tuple[str, ...]  # what changes, in words: "1 row x 16", "checkpointing"
+    changes: tuple[str, ...]  # what changes, in words: "checkpointing"
     price: str
     flags: str  # what to add to the plan's command; if a flag is given twice, the last one counts
     in_the_run: str = ""  # the same for your script, `exec` or the launcher

@@ -15,10 +15,10 @@ from trainer_plugins.planner.plan import (
     peak_until_resume,
 )
 from trainer_plugins.report.page import plain_table, to_paste
-from trainer_plugins.units import MIB, percent, size
+from trainer_plugins.units import MIB, count_in_words, percent, size
 
 _MUCH_MAIN_MEMORY = 4 << 30  # a change that takes this much more says so
-_SHOWN = ("rows", "length", "dtype", "checkpointing", "card")  # the parts of `planned` to show
+_SHOWN = ("batch", "length", "dtype", "checkpointing", "card")  # the parts of `planned` to show
 _SHOWN_BYTES = MIB / 20  # smaller sizes would show as 0.0 MiB
 
 
@@ -28,11 +28,15 @@ def brief_report(plan: MemoryPlan) -> RenderableType:
     if shown := {name: plan.planned[name] for name in _SHOWN if name in plan.planned}:
         parts.append(_label("Planned", _list(shown)))
     parts.append(_label("Peak", name_largest(plan)))
+    if plan.failed_request is not None:
+        parts.append(
+            _label("Fails", f"{size(plan.failed_request_bytes or 0)} for {plan.failed_request}")
+        )
     parts += _render_remedy(plan)
     parts += [_label("Accuracy", plan.known_error)] if plan.known_error else []
     counts = {"assumption": len(plan.assumptions) + len(plan.not_reliable)}
     counts["suggestion"] = len(plan.proposals) - 1
-    more = (f"{num} {name}{'s' if num > 1 else ''}" for name, num in counts.items() if num > 0)
+    more = (count_in_words(num, name) for name, num in counts.items() if num > 0)
     return Group(*parts, _label("More", f"{', '.join(more) or 'all figures'}: --verbose"))
 
 
@@ -99,8 +103,8 @@ def name_largest(plan: MemoryPlan) -> str:
     needed, held = plan.smallest_card_bytes, plan.nvidia_smi_peak_bytes
     if needed and plan.capacity_bytes and held > plan.capacity_bytes:
         # a full card has no cache
-        return f"{named}; with all else and CUDA's context at least {size(needed)}"
-    return f"{named}; with the cache and CUDA's context {size(held)}"
+        return f"{named}; in all, with CUDA's context, at least {size(needed)}"
+    return f"{named}; in all, with the cache and CUDA's context, {size(held)}"
 
 
 def _render_remedy(plan: MemoryPlan) -> list[RenderableType]:

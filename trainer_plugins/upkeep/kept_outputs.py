@@ -41,12 +41,12 @@ def judge_kept(
     need = batch_bytes * num_batches * (2 if are_joined else 1)
     if need <= ROOM * free_bytes:
         return None
-    joined = "; joining them briefly holds the old and the new array" if are_joined else ""
+    joined = ", held twice while they are joined" if are_joined else ""
     return Finding(
         code="evaluation-gathers-logits",
         severity=Severity.ERROR if need > free_bytes else Severity.WARNING,
-        summary=f"an evaluation keeps its outputs until it ends: {size(need)}, but"
-        f" {size(free_bytes)} of {place} is free",
+        summary=f"an evaluation needs {size(need)} for its outputs at its end, but {place} has"
+        f" {size(free_bytes)} free",
         evidence=f"{num_batches:,} batches of {size(batch_bytes)}{joined}",
         remedy=f"If metrics need no logits, pass {advice.EVALUATION_GUARD.flag(Door.CODE)}; if they"
         " do, and main memory has room for them, set"

@@ -18,7 +18,7 @@ from trainer_plugins.planner.request import ConfigSource, PlanRequest
 from trainer_plugins.planner.tried import is_safe, margin_bytes
 from trainer_plugins.printable import printable
 from trainer_plugins.record.run_facts import RunFacts
-from trainer_plugins.units import size
+from trainer_plugins.units import count_in_words, size
 
 _OF_TRAINING = {"capacity", "long-sample", "logits-loss", "quadratic-attention", "optimizer-state"}
 _OF_EVALUATION = {"eval-batch", "eval-logits"}
@@ -144,7 +144,7 @@ def _order(
         elif names and names <= _SOUGHT:
             enough |= {do: each for do, each in found.items() if flags_in(do).keys() == names}
         elif remedy.do.startswith(_SURVIVE) and fewer is not None:
-            rows = f"{fewer.micro_batch} row{'s' if fewer.micro_batch > 1 else ''}"
+            rows = count_in_words(fewer.micro_batch, "row")
             needed = plan.count_needed(fewer)
             effect = f"{remedy.effect}. A piece of {rows} needs {_needs(plan, needed)}"
             known = _add_peak(remedy, plan, needed)

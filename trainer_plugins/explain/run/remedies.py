@@ -20,7 +20,7 @@ from trainer_plugins.explain.text.remedies import filled
 from trainer_plugins.record.shown import Frame
 from trainer_plugins.record.timeline import Remark
 from trainer_plugins.strategy import keeps_whole_gradients
-from trainer_plugins.units import size
+from trainer_plugins.units import count_in_words, size
 
 _COPIES = re.compile(
     r"\.(?:clone|float|half|bfloat16|to|type|contiguous)\(|deepcopy\(|\.cat\(|\.stack\("
@@ -58,7 +58,7 @@ def _build(cause: str, case: Case, one: Advice) -> Remedy | None:
         return found
     batch = " and its batch," if one is advice.LOAD_INTO_MAIN_MEMORY else ""
     peak = f"{size(needed + case.outside_bytes)}{batch} of {size(case.total_bytes)}"
-    effect = f"{found.effect}. Until then the run would have needed {peak}"
+    effect = f"{found.effect}. With it, the run would have needed {peak}"
     found = replace(found, grade="arithmetic", effect=effect)
     return _add_peak(found, case, needed)
 
@@ -128,7 +128,7 @@ def _survive(one: Advice, cause: str, case: Case) -> Remedy | None:
     smaller, needed = _rows_that_fit(case, rows, case.fixed_bytes + case.to_come_bytes)
     if not needed:
         return found
-    piece = f"A piece of {smaller} row{'s' if smaller > 1 else ''}"
+    piece = f"A piece of {count_in_words(smaller, 'row')}"
     effect = f"{found.effect}. {piece} {_describe_need(case, needed)}"
     found = replace(found, grade="arithmetic", effect=effect)
     return _add_peak(found, case, needed)

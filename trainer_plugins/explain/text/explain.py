@@ -175,7 +175,8 @@ def _list_known(facts: TextFacts, numbers: Numbers) -> tuple[str, ...]:
         "free": numbers.free_bytes,
         "live tensors": numbers.allocated_bytes,
         "cached": numbers.unused_bytes,
-        "others": numbers.others_bytes,
+        "outside torch": facts.outside_torch_bytes or None,
+        "other processes" if facts.outside_torch_bytes else "all else": numbers.others_bytes,
     }
     known = [f"{name} {size(value)}" for name, value in names.items() if value is not None]
     lines = [", ".join(known)] if known else []

@@ -37,7 +37,7 @@ class TracebackFrame(Frame):
 
     def __str__(self) -> str:
         if not self.file:
-            return f"'{quote(self.code, 100)}'"
+            return f"the line '{quote(self.code, 100)}'"
         place = re.split(r"[/\\]", self.file)[-1] + (f":{self.line}" if self.line else "")
         source = f": {quote(self.code, 100)}".rstrip(" ,(") if self.code else ""
         return f"{place} in {self.function}{source}"

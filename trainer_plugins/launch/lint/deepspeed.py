@@ -135,8 +135,8 @@ def _buckets(document: Document, stage: int) -> Iterator[Finding]:
     yaml_note = ", in a DeepSpeed JSON: the YAML alone has no such key"
     yield Finding.warning(
         code="config-bucket-memory",
-        summary=f"{key} takes {num_buffers * num_elements * 2 / 2**30:.2f} GiB of the card in bf16,"
-        " twice that in fp32",
+        summary=f"{key} takes {num_buffers * num_elements * 2 / 2**30:.2f} GiB of GPU memory in"
+        " bf16, twice that in fp32",
         evidence=evidence,
         remedy=f'Write "{key}": 50000000{yaml_note if document.deepspeed is None else ""}',
     )

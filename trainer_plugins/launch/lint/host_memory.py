@@ -11,7 +11,7 @@ from trainer_plugins import advice
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.launch.lint.document import Document
 from trainer_plugins.launch.main_memory import HostLimits, HostNeed
-from trainer_plugins.units import GIB, size
+from trainer_plugins.units import GIB, count_in_words, size
 
 _NEARLY = 0.8
 _HALF, _FULL = 2.0, 4.0  # bytes of a 16-bit and of a 32-bit number
@@ -65,7 +65,7 @@ def memory_findings(
     if need.save_bytes:
         parts.append(f"{size(need.save_bytes)} that a save gathers")
     parts.append(f"and {size(need.process_bytes)} for Python and its libraries")
-    of_machine = f"{need.num_ranks} rank{'s' if need.num_ranks > 1 else ''} on a machine"
+    of_machine = f"{count_in_words(need.num_ranks, 'rank')} on a machine"
     nearly = f"each machine needs {size(need.total_bytes)} of its {size(host.total_bytes or 0)}"
     yield Finding(
         code="config-host-memory",

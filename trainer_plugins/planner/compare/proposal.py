@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from trainer_plugins.accumulation import Effect
 from trainer_plugins.planner.compare.switches import Switch, write_flags
 from trainer_plugins.planner.plan import MemoryPlan, Proposal, describe_least_seconds
+from trainer_plugins.units import count_in_words
 
 
 def batch_flags(micro_batch: int, rows: int) -> dict[str, object]:
@@ -17,7 +18,8 @@ def batch_flags(micro_batch: int, rows: int) -> dict[str, object]:
 
 def rows_in_words(micro_batch: int, rows: int) -> str:
     """Write the micro-batch and the number of micro-batches in words."""
-    return f"{micro_batch} row{'s' if micro_batch > 1 else ''} x {-(-rows // micro_batch)}"
+    steps = -(-rows // micro_batch)
+    return f"{count_in_words(micro_batch, 'row')} x {count_in_words(steps, 'accumulation step')}"
 
 
 def proposal_of(
@@ -53,7 +55,9 @@ def proposal_of(
         for each in (flags, in_the_run):
             each.insert(0, write_flags(batch_flags(micro_batch, rows)))
     if times is not None:
-        prices.insert(0, f"about {times:.{int(times < 10)}f}x the time per step")
+        factor = f"{times:.{int(times < 10)}f}"
+        time = "the same time" if factor == "1.0" else f"{factor}x the time"
+        prices.insert(0, f"about {time} per step")
     return Proposal(
         changes=tuple(words),
         price="; ".join(prices),

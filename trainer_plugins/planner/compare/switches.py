@@ -15,6 +15,7 @@ from trainer_plugins.planner.request import (
     ConfigSource,
     PlanRequest,
 )
+from trainer_plugins.units import count_in_words
 
 _NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "bfloat16"}
 LORA = {"peft_type": "LORA", "r": 16, "target_modules": "all-linear"}
@@ -245,7 +246,7 @@ def cut_at(length: int) -> Switch:
 
 def eval_rows(rows: int) -> Switch:
     """Build the switch to smaller evaluation batches over the same number of rows."""
-    words = f"{rows} row{'s' if rows > 1 else ''} at once in the evaluation"
+    words = f"{count_in_words(rows, 'row')} at once in the evaluation"
     price = "more evaluation batches: a loss averaged over tokens moves slightly"
 
     def change(run: PlanRequest) -> PlanRequest:

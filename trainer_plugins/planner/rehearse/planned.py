@@ -7,6 +7,7 @@ from trainer_plugins.checkpointing import is_asked, is_checkpointing
 from trainer_plugins.hf_trainer import HfArguments
 from trainer_plugins.planner.rehearse.rehearsal import count_sharers
 from trainer_plugins.planner.request import ConfigSource, PlanRequest, TrainerSource
+from trainer_plugins.units import count_in_words
 from trainer_plugins.wrapped import base_model
 
 _NO_CARD = "none is named: kernels of an H100 (sm_90)"
@@ -24,8 +25,9 @@ def describe_run(request: PlanRequest, trainer: Any, args: HfArguments) -> dict[
     shared = f" ({shares} share a row)" if shares > 1 else ""
     planned = {
         "model": f"{type(base).__name__}{f' ({name})' if name else ''}",
-        "rows": f"{rows} (micro-batch) x {steps} (accumulation) x {request.num_gpus} GPU{shared} ="
-        f" {batch} per step",
+        "batch": f"{count_in_words(rows, 'row')} x {count_in_words(steps, 'accumulation step')} x"
+        f" {count_in_words(request.num_gpus, 'GPU')}{shared} ="
+        f" {count_in_words(batch, 'row')} per step",
     }
     source = request.source
     if isinstance(source, ConfigSource):

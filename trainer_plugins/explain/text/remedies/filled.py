@@ -59,7 +59,8 @@ def _smaller_micro_batch(one: Advice, facts: TextFacts) -> Remedy | None:
     effect, asked = f"{one.effect}. You may have to halve it again", facts.asked_bytes
     has_rows = facts.find_call(r"\bforward\b|backward|loss|logits", innermost=4) is not None
     if asked and has_rows:
-        effect = f"asks for {size(asked // factor)} instead of {size(asked)} there. It {effect}"
+        smaller = f"{size(asked // factor)} instead of {size(asked)}"
+        effect = f"{one.effect}. That allocation becomes {smaller}; you may have to halve it again"
     door = Door.TRAINER if rows or uses_trainer(facts) else Door.CODE
     own = settings.respell(ROWS, half) if rows else ""
     if not rows and (tokens := settings.value(TOKENS, r"\d+")):
