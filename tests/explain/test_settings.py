@@ -31,6 +31,13 @@ SWIFT = "OOM at the first step\nswift sft --model Qwen/Qwen2.5-VL-7B-Instruct \\
         ("训练正常\uff0c进行eval的时候显存会一直增加\uff0c然后OOM", "eval-batch", "eval", "--per_device_eval_batch_size"),
         ("合并LoRA的时候爆显存 swift export", "adapter-merge", "合并", "--device_map cpu"),
         ("Memory climbs, and it is OOM after 4000 steps", "long-sample", "after 4000 steps", ""),
+        ("GRPO: memory went from 8G to 20G, and the next training step was OOM", "capacity", "OOM", ""),
+        ("A memory leak in Trainer.train: 0.25 GiB more with each run", "leak", "memory leak", "exec --preset observe"),
+        # The frames only start the training.
+        ('OOM at the first eval\n  File "/v/swift/llm/train/sft.py", line 243, in train\n    trainer.train()\n', "eval-batch", "first eval", "--per_device_eval_batch_size 1"),
+        # Questions: whether the cards are enough.
+        ("想微调 32B 的模型\uff0c单机 4*80G 够不够\uff1f", "capacity", "4 x 74.51 GiB: room for LoRA and QLoRA, not for full training.", "trainer-plugins plan"),
+        ("Are 8 x A100 80GB enough to fine-tune a 397B model?", "capacity", "8 x 74.51 GiB: room for QLoRA, not for full training or LoRA.", "trainer-plugins plan"),
         # Main memory, which no smaller batch helps.
         ("CPU memory keeps growing during tokenization, then the process gets killed", "host-kill", "CPU memory", "streaming"),
         # What the person has compared decides.

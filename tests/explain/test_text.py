@@ -579,6 +579,7 @@ def test_the_command_writes_json_from_standard_input(named: list[str]) -> None:
     ("stdin", "code", "words"),
     [
         (b"all is well\n", 1, "no out-of-memory error found"),
+        (b"ValueError: MXFP4 cannot be trained\n", 1, "its last error: ValueError: MXFP4 cannot"),
         (b"OSError: [Errno 28] No space left on device\n", 1, "a disk is full, not the card"),
         (b"", 2, "it is empty"),
         (bytes(range(256)) * 4096, 2, "it is not text"),

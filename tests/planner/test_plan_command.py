@@ -91,7 +91,10 @@ def test_the_answer_is_few_lines_and_its_first_change_makes_the_run_fit(tmp_path
         r"Peak      .* MiB logits and loss, .*; in all, with CUDA's context, at least [\d.]+ MiB$",
         peak,
     )
-    assert re.match(r"Try       \d rows? x \d+ accumulation steps?: [\d.]+ MiB to spare. Cost: the same tr", change)
+    assert re.match(
+        r"Try       \d rows? x \d+ accumulation steps?: [\d.]+ MiB to spare. Cost: the same tr",
+        change,
+    )
     assert re.match(r"Accuracy  allocated within ", accuracy)
     assert re.match(r"More      \d assumptions(, \d suggestions?)?: --verbose", more)
     again = plan(*asked, "--gpu", "594MiB", *flags.split())

@@ -96,6 +96,7 @@ _DOUBTS = {  # words that may also follow an OOM
     " whether memory is free",
     r"Watchdog": "The missing rank may have run out of memory: its own earlier lines show that",
 }
+_ERROR = re.compile(r"[\w.]+(?:Error|Exception): \S")
 _NO_OOM = OutOfMemory(source="allocator", is_certain=False, fatal="", text="")
 
 
@@ -145,7 +146,10 @@ def _explain_without_oom(excerpt: Excerpt, subject: str) -> Explanation:
         first, *more = answer.causes
         grade = first.grade if first.code == "regression" else "possible"
         return replace(answer, causes=(replace(first, grade=grade), *more))
-    return Explanation(subject=subject, causes=(), remedies=(), unknown=_name_unread(excerpt))
+    errors = [line.text for line in excerpt.lines if _ERROR.match(line.text)]
+    last_error = (f"its last error: {quote(errors[-1])}",) if errors else ()
+    unread = _name_unread(excerpt)
+    return Explanation(subject=subject, causes=(), remedies=(), facts=last_error, unknown=unread)
 
 
 def _name_unread(excerpt: Excerpt) -> tuple[str, ...]:

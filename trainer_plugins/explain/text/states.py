@@ -30,6 +30,8 @@ _IN_4_BITS = re.compile(
 )
 FOUR_BIT_BYTES = 0.55  # of one parameter: half a byte and its scales
 _METHODS = {"full": 16, "lora": 2, "qlora": FOUR_BIT_BYTES}
+_SPOKEN = {"full": "full training", "lora": "LoRA", "qlora": "QLoRA"}
+ROOM = 0.85  # of a card: activations and the context take the rest
 _NUMERALS = dict(zip("单双两三四五六七八", (1, 2, 2, 3, 4, 5, 6, 7, 8), strict=True))
 _GPU = r"(?:NVIDIA )?(?:[ABHLV]\d{1,3}\w?\b|RTX|GPUs?\b|cards?\b|\d{2,3} ?GB?\b|MI\d|[3-5]090)"
 _NUM_CARDS = re.compile(
@@ -47,8 +49,9 @@ _CARDS: Mapping[str, int] = {
     "A10G": 24, "A10": 24, "L4": 24, "4090": 24, "3090": 24, "5090": 32, "B200": 180,
     "MI300X": 192, "T4": 16,
 }  # fmt: skip
+_SIZES = {11, 12, 40, 64, 96, *_CARDS.values()}
 _SIZE = re.compile(
-    r"(?:[AHV]\d00\w{0,4}|GPU|card|VRAM|显存)\W{0,3}(?:\w{1,6}\W{1,2})?(\d{2,3})(?:\.\d+)?"
+    r"(?:(?i:[AHV])\d00\w{0,4}|GPU|card|VRAM|显存)\W{0,3}(?:\w{1,6}\W{1,2})?(\d{2,3})(?:\.\d+)?"
     r" ?G(?:i?B)?\b"
     r"|(?<![\d.])(\d{2,3}) ?G(?:i?B)?\W{0,2}(?:of |per )?"
     r"(?:VRAM|显存|[Gg]raphics|GPU|cards?\b|[AHV]\d00)"
@@ -150,16 +153,32 @@ def read_states(facts: TextFacts) -> States | None:
 
 def describe_need(facts: TextFacts) -> Said:
     """State what each method takes of all cards together, for the text's size or a billion."""
-    named = _BILLIONS.findall(facts.whole)
+    text = facts.whole.translate(_ASCII)
+    named = _BILLIONS.findall(text)
     billions = float(named[0]) if named else 1
     total = {f"{name}_bytes": int(billions * _GB * each) for name, each in _METHODS.items()}
+    num_cards, card_bytes = _count_ranks(text), facts.total_bytes or _read_card(text)
+    verdict = ""
+    if named and card_bytes and card_bytes // _GB in _SIZES:
+        room = ROOM * num_cards * card_bytes
+        fits = [name for name in _METHODS if total[f"{name}_bytes"] < room]
+        verdict = f" {num_cards} x {{card_bytes}}: {_judge(fits)}"
     return say(
         "Full training with Adam takes 16 bytes a parameter (4 weight, 4 gradient, 8 Adam), LoRA 2"
         f" and QLoRA {FOUR_BIT_BYTES}: for {f'{billions:g} billion' if named else 'each billion'}"
         " {full_bytes}, {lora_bytes} and {qlora_bytes}. ZeRO-3 and FSDP divide that among the"
-        " cards; activations and logits come on top.",
+        f" cards; activations and logits come on top.{verdict}",
         **total,
+        card_bytes=card_bytes,
     )
+
+
+def _judge(fits: list[str]) -> str:
+    if not fits:
+        return "none of them fits without offload."
+    lacks = [_SPOKEN[name] for name in _METHODS if name not in fits]
+    said = f"room for {' and '.join(_SPOKEN[name] for name in fits)}"
+    return f"{said}, not for {' or '.join(lacks)}." if lacks else f"{said}."
 
 
 def copies_weights(facts: TextFacts) -> bool:

@@ -21,6 +21,7 @@ _IN_BANNERS = {
     "per_device_train_batch_size": r"|[Bb]atch size per device",
     "gradient_accumulation_steps": r"|Gradient [Aa]ccumulation steps",
 }
+_STARTS = re.compile(r"\b(?:train|main|run|launch|fit)\(")
 _NUM_LAST_WORDS, _NUM_NEAR = 4, 600
 _MESSAGE = r"(?:CUDA|HIP|XPU|NPU|MPS backend) [Oo]ut of|NVML_SUCCESS|[\w.]+(?:Error|Exception): "
 _SMI_PROCESS = re.compile(
@@ -176,6 +177,11 @@ class TextFacts:
         return [
             (pid, size) for pid, size in self._named if pid is not None and size != self.own_bytes
         ]
+
+    @property
+    def shows_no_place(self) -> bool:
+        """Return whether no frame shows where it failed: all are those that start the training."""
+        return not self.frames or _STARTS.search(self.frames[-1].code) is not None
 
     def find_call(self, pattern: str, innermost: int | None = None) -> TracebackFrame | None:
         frames = self.frames[-innermost:] if innermost else self.frames

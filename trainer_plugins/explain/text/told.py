@@ -37,7 +37,8 @@ _SAID: tuple[tuple[Source, str, str], ...] = (
         r"(?i:out[ -]of[ -](?:\w+[ -])?(?:memory|VRAM)|OutOfMemory|CUDA out of$"
         r"|(?<![a-z0-9_-])OOM(?:ing|s)?(?![a-z0-9_-])"
         r"|not enough (?:gpu )?memory|failed to allocate memory|capture cuda graph failed(?!:)"
-        r"|enough GPU RAM|memory (?:use |usage )?(?:grows|rises|increases|climbs|keeps|explodes)"
+        r"|enough GPU RAM|memory leak"
+        r"|memory (?:use |usage )?(?:grows|rises|increases|climbs|keeps|explodes)"
         r"|\d ?Gi?B\b[^.!?]{0,24}\b(?:stays?|never (?:freed|released)|more each))"
         r"|Invalid buffer size|NvMapMemAlloc\w*.{0,20}error 12"
         r"|显存[还也会又]{0,2}(?:不足|不够|爆|溢出)|爆显存"
@@ -51,7 +52,7 @@ _ANY = re.compile("|".join(words for *_, words in _SAID) + "|[Mm]emory")
 _ON_MEMORY = re.compile(r"(?i)memory|\boom|显存|cuda|alloc|optimizer\.step")
 _ON_CARDS = re.compile(
     r"(?i)\bV?RAM\b|显存|\b(?:gpu|cuda|peak) memory\b|\bmemory (?:us|spike|leak|footprint)"
-    r"|lora|\bfull\b|全[参量]"
+    r"|lora|\bfull\b|全[参量]|\d ?[*x\u00d7] ?(?:\d{2,3} ?G|[ahlbv]\d)|\d ?[张卡块]"
     # whether a model or a method runs on these cards is a question of their memory
     r"|\b(?:can|could|possible|enough|minimum|requir\w*|need\w*|how many)\b[^?\n]{0,80}?"
     r"(?:\bGPUs?\b|(?<![a-z0-9])(?:[ahlbv]\d{2,3}|(?:rtx ?)?[345]0[6-9]0|t4)(?![a-z0-9]))"
@@ -61,7 +62,8 @@ _ASKS = re.compile(r"\w[)\"'`]?[?\uff1f](?:\s|$)")
 ASKS_NEED = re.compile(
     r"(?i)(?:how (?:much|many)|minimum) (?:\w+ ){0,2}(?:V?RAM|memory|GPUs?|cards)\b"
     r"|\b(?:V?RAM|memory) requirements?\b|\b(?:need|require)\w* (?:\w+ ){0,3}GB of V?RAM"
-    r"|(?:多少|多大)(?:的)?\w{0,4}(?:显存|资源|卡)"
+    r"|(?:多少|多大)(?:的)?\w{0,4}(?:显存|资源|卡)|[张卡块G][^。?\uff1f\n]{0,16}够[吗么不]|够不够"
+    r"|\b(?:is|are|would|will)\b[^.?\n]{0,60}\benough\b[^.?\n]{0,60}\?"
 )
 _AN_ERROR = re.compile(r"[\w.]+(?:Error|Exception): |KeyboardInterrupt|SystemExit")
 _FRAME = re.compile(r'\s*File "')

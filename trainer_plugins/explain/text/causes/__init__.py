@@ -40,6 +40,7 @@ RULES: tuple[Rule, ...] = (
     arithmetic.outlier,
     arithmetic.states,
     others.judge_share,
+    others.told_leak,
     arithmetic.logits,
     arithmetic.pictures,
     # The rest: fragments, a shape, growth, size.
@@ -56,9 +57,13 @@ def causes_of(facts: TextFacts) -> tuple[Cause, ...]:
     """Judge the facts: the answer first, then other possibilities if it is not certain."""
     found: dict[str, Cause] = {}
     for rule in RULES:
-        one = None if found and rule is numbers.capacity else rule(facts)
+        is_open = not found or (
+            arithmetic.speaks_of_oom(facts)
+            and all(each.grade == "possible" for each in found.values())
+        )
+        one = rule(facts) if is_open or rule is not numbers.capacity else None
         if one is not None:
-            if not found and one.grade == "certain":
+            if not found and (one.grade == "certain" or rule is arithmetic.judge_need):
                 return (one,)
             doubt = facts.vendor.translate(one.doubt) or one.doubt
             found.setdefault(one.code, replace(one, doubt=doubt))

@@ -353,6 +353,22 @@ def leftover(facts: TextFacts) -> Cause | None:
     )
 
 
+def told_leak(facts: TextFacts) -> Cause | None:
+    """A person speaks of a leak, and no error shows a size."""
+    sentence = "" if facts.frames or facts.asked_bytes else facts.find_sentence("memory leak")
+    if not sentence:
+        return None
+    return cause(
+        "leak",
+        f"The text says: {quote(sentence)}",
+        summary="memory grows from step to step, or from run to run",
+        grade="possible",
+        doubt="Does torch.cuda.memory_allocated() grow, or only memory_reserved()? If allocated"
+        " grows, something still refers to tensors: a list of outputs, a hook, the last Trainer, or"
+        " a library, whose newest version may have mended it",
+    )
+
+
 def judge_catch(facts: TextFacts) -> Cause | None:
     """The script catches the OOM, and the caught error keeps the tensors alive."""
     if facts.num_skipped < 2:

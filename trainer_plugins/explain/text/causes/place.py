@@ -62,7 +62,8 @@ _BETWEEN_RUNS = (
     r"\bmemory\b[^.!?]{0,20}\b(?:not|n't|never|stays?|remains?|kept|still)\b"
     r"|\b(?:memory|VRAM)\b[^.!?]{0,20}(?:not|n't|never) [^.!?]{0,12}(?:clear|free|releas)\w*"
     r"[^.!?]{0,30}\bafter\b[^.!?]{0,24}\b(?:train|run|stop|finish|end)"
-    r"|\b(?:next|second|following) (?:run|training|trial)\b[^.!?]{0,30}\b(?:OOM|out of mem)"
+    r"|\b(?:next|second|following) (?:run|training(?! step)|trial)\b[^.!?]{0,30}"
+    r"\b(?:OOM|out of mem)"
     r"|(?:停止|结束|中断|训练完)[^。]{0,20}显存[^。]{0,12}[没不未][^。]{0,6}(?:释放|清)"
 )
 _LATER = (
@@ -94,7 +95,7 @@ class ByFrame:
     solve: Callable[[TextFacts], Said | str] | None = None  # explains the refused size
 
     def __call__(self, facts: TextFacts) -> Cause | None:
-        if self.words and not facts.frames and (sentence := facts.find_sentence(self.words)):
+        if self.words and facts.shows_no_place and (sentence := facts.find_sentence(self.words)):
             return self._make_cause(facts, f"The text says: {quote(sentence)}")
         frame = facts.find_call(self.pattern, self.innermost)
         if not frame or (self.unless and facts.find_call(self.unless, self.innermost)):

@@ -19,6 +19,7 @@ from trainer_plugins.explain.text.remedies.less_states import shrink_states, spe
 from trainer_plugins.explain.text.settings import Settings
 from trainer_plugins.explain.text.states import copies_weights, read_states
 from trainer_plugins.explain.text.text_facts import TextFacts
+from trainer_plugins.explain.text.told import ASKS_NEED
 
 _STRAW_FRACTION, _FULL_FRACTION = 0.02, 0.85
 # Which advice leads where the text shows more than the cause.
@@ -31,6 +32,7 @@ _LEADS: tuple[tuple[str, Advice, Callable[[TextFacts], object]], ...] = (
             or (not facts.frames and facts.says(r"(?i)\bexport(?! \w+=)"))
         ),
     ),
+    ("leak", advice.OBSERVE, lambda facts: not facts.num_skipped),
     (
         "capacity",
         advice.PLAN_THE_RUN,
@@ -90,6 +92,8 @@ def _order(code: str, facts: TextFacts) -> tuple[Advice, ...]:
     order = order_remedies(code, "text")
     if code in ("capacity", "long-sample") and _is_last_straw(facts):
         return (advice.OBSERVE, *(each for each in order if each is not advice.OBSERVE))
+    if code == "capacity" and ASKS_NEED.search(facts.oom.text):
+        return (advice.PLAN_THE_RUN, advice.ADAPTER, advice.FOUR_BITS)
     first = next(
         (one for each, one, when in _LEADS if re.fullmatch(each, code) and when(facts)), None
     )

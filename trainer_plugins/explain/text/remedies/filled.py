@@ -36,7 +36,10 @@ _OF_THE_REST = 0.95  # the rest is the card's context and fragmentation
 _OTHER_LOOPS = (
     r"\bverl\b|actor_rollout_ref|\bmegatron (?:sft|pt|rlhf)|local_batch_size|\btune run\b"
 )
-_IN_TRAINER = r"transformers[/\\]trainer|\btrl[/\\]|Trainer\.\w|swift[/\\]trainers"
+_IN_TRAINER = (
+    r"transformers[/\\]trainer|\btrl[/\\]|Trainer\.\w|swift[/\\](?:llm|trainers)|llamafactory[/\\]"
+    r"|axolotl[/\\]"
+)
 
 
 def uses_trainer(facts: TextFacts) -> bool:

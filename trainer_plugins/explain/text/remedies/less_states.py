@@ -6,11 +6,10 @@ from trainer_plugins import advice
 from trainer_plugins.advice import Advice
 from trainer_plugins.explain.answer import Remedy
 from trainer_plugins.explain.shared import remedy
-from trainer_plugins.explain.text.states import FOUR_BIT_BYTES, States
+from trainer_plugins.explain.text.states import FOUR_BIT_BYTES, ROOM, States
 from trainer_plugins.explain.text.text_facts import TextFacts
 from trainer_plugins.units import size
 
-_ROOM = 0.85  # of a card: activations and the context take the rest
 # The others depend on a place in the traceback, which such a text has not.
 _CONDITIONAL = (advice.FOUR_BITS,)
 _NUM_BYTES_OFFLOADED = 4  # of a parameter on the card: its weight and its gradient
@@ -75,7 +74,7 @@ def shrink_states(
         yield from (remedy(one, spell_for(one, facts)) for one in without)
         return
     now = states.count_bytes()
-    fits = _ROOM * (states.card_bytes or 0)
+    fits = ROOM * (states.card_bytes or 0)
     for one, num_bytes in _count_with(states):
         if num_bytes >= min(now, fits) or (one in _CONDITIONAL and not applies(one)):
             continue
