@@ -40,7 +40,7 @@ RULES: tuple[Rule, ...] = (
     arithmetic.outlier,
     arithmetic.states,
     others.judge_share,
-    others.told_leak,
+    others.judge_told_leak,
     arithmetic.logits,
     arithmetic.pictures,
     # The rest: fragments, a shape, growth, size.

@@ -353,7 +353,7 @@ def leftover(facts: TextFacts) -> Cause | None:
     )
 
 
-def told_leak(facts: TextFacts) -> Cause | None:
+def judge_told_leak(facts: TextFacts) -> Cause | None:
     """A person speaks of a leak, and no error shows a size."""
     sentence = "" if facts.frames or facts.asked_bytes else facts.find_sentence("memory leak")
     if not sentence:
