@@ -7,7 +7,6 @@ from typing import Any
 
 import click
 
-from trainer_plugins import __version__
 from trainer_plugins.plug_in.flags import SETTINGS, Group
 from trainer_plugins.printable import printable
 
@@ -40,7 +39,7 @@ class _Commands(Group):
 
 # Of `commands` only the names are read.
 @click.group("trainer-plugins", cls=_Commands, commands=_PANELS, context_settings=SETTINGS)
-@click.version_option(__version__, message="trainer-plugins %(version)s")
+@click.version_option(package_name="trainer-plugins", message="trainer-plugins %(version)s")
 def app() -> None:
     """Predict the memory of Hugging Face Trainer runs, survive OOM, and explain both."""
 
