@@ -8,12 +8,11 @@ from tests.advice.asked import RECORDS
 from tests.explain.stated import explained
 from tests.explain.test_other_words import frame
 from tests.explain.test_text import todo
-from trainer_plugins.checkpointing import spell
 from trainer_plugins.explain.answer import Explanation
 from trainer_plugins.explain.run import explain_record
 
 SITE = "/opt/py/site-packages"
-CHECKPOINTING = spell("--gradient_checkpointing")
+CHECKPOINTING = "--gradient_checkpointing"
 
 
 def out(

@@ -35,6 +35,10 @@ SWIFT = "OOM at the first step\nswift sft --model Qwen/Qwen2.5-VL-7B-Instruct \\
         ("A memory leak in Trainer.train: 0.25 GiB more with each run", "leak", "memory leak", "exec --preset observe"),
         # The frames only start the training.
         ('OOM at the first eval\n  File "/v/swift/llm/train/sft.py", line 243, in train\n    trainer.train()\n', "eval-batch", "first eval", "--per_device_eval_batch_size 1"),
+        # A title quotes the error; a warning of full cards precedes an OOM in words.
+        ("Llama-3.2-11B CUDA error: out of memory, RTX 3090", "capacity", "CUDA error: out of memory", ""),
+        ("10 pytorch allocator cache flushes since last step. It is still OOM, only after more steps.", "capacity", "OOM", ""),
+        ("Qwen3-Coder OOM in the newest docker image", "capacity", "OOM", ""),
         # Questions: whether the cards are enough.
         ("想微调 32B 的模型\uff0c单机 4*80G 够不够\uff1f", "capacity", "4 x 74.51 GiB: room for LoRA and QLoRA, not for full training.", "trainer-plugins plan"),
         ("Are 8 x A100 80GB enough to fine-tune a 397B model?", "capacity", "8 x 74.51 GiB: room for QLoRA, not for full training or LoRA.", "trainer-plugins plan"),
@@ -78,7 +82,7 @@ SWIFT = "OOM at the first step\nswift sft --model Qwen/Qwen2.5-VL-7B-Instruct \\
         ("The system memory is exhausted while it writes the checkpoint", "host-kill", "exhausted", "dmesg"),
         # Where the text shows neither the moment nor the run, the question comes first.
         ("Why is it OOM?", "capacity", "OOM", "--preset observe"),
-        ("OOM on 8 GPUs, --gradient_checkpointing false", "capacity", "OOM", "--activation_checkpointing True"),
+        ("OOM on 8 GPUs, --gradient_checkpointing false", "capacity", "OOM", "--gradient_checkpointing True"),
         # What a person asks to know is computed, although the word for an error stands beside it.
         ("The README has a part on OOM: fine-tuning a 7B model needs 112 GB. How much VRAM is required, and why?", "capacity", "for 7 billion 104.31 GiB, 13.04 GiB and 3.59 GiB", ""),
         ("I got an OOM on 80 GB. How many GPUs do I need for a full fine-tune?", "capacity", "for each billion 14.90 GiB", "--use_peft True"),

@@ -20,7 +20,6 @@ from click.testing import CliRunner
 import trainer_plugins
 from tests.explain.stated import explained
 from tests.models import tiny_llama
-from trainer_plugins import checkpointing
 from trainer_plugins.advice.for_causes import FOR_CAUSE
 from trainer_plugins.cli import app
 from trainer_plugins.explain.answer import Explanation
@@ -157,7 +156,7 @@ def test_one_row_is_not_halved() -> None:
 
     assert "gradient_accumulation_steps" not in todo(answer)
     assert answer.remedies[-1].do.endswith(" --per_device_train_batch_size 1")
-    assert answer.remedies[0].do == f"--{checkpointing.NAME} True"
+    assert answer.remedies[0].do == "--gradient_checkpointing True"
 
 
 @pytest.mark.parametrize("width", [40, 71, 100])
@@ -307,7 +306,7 @@ def test_what_halving_would_bring_is_told_by_a_plan_that_is_filled_in(tmp_path: 
     assert plan.do == (
         f"trainer-plugins plan --model {tmp_path} --gpu 23.65GiB --num-gpus 2 --trainer sft"
         " --seq-length 2048 --load-in-4bit --lora-r 16 --per_device_train_batch_size 8"
-        f" --{checkpointing.NAME} True"
+        " --gradient_checkpointing True"
     )
     assert "does not show" not in plan.effect
 
@@ -579,6 +578,11 @@ def test_the_command_writes_json_from_standard_input(named: list[str]) -> None:
     ("stdin", "code", "words"),
     [
         (b"all is well\n", 1, "no out-of-memory error found"),
+        (
+            b'  File "/v/trainer.py", line 9, in f\n    x = g(x)\n',
+            1,
+            "traceback ends before the error",
+        ),
         (b"ValueError: MXFP4 cannot be trained\n", 1, "its last error: ValueError: MXFP4 cannot"),
         (b"OSError: [Errno 28] No space left on device\n", 1, "a disk is full, not the card"),
         (b"", 2, "it is empty"),

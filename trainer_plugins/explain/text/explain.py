@@ -13,7 +13,7 @@ from trainer_plugins.explain.text.causes.numbers import is_fragmented
 from trainer_plugins.explain.text.excerpt import Excerpt
 from trainer_plugins.explain.text.remedies import choose_remedies, remedies_of
 from trainer_plugins.explain.text.text_facts import TextFacts, gather
-from trainer_plugins.explain.text.told import ASKS_NEED, find_question, find_told_oom
+from trainer_plugins.explain.text.told import ASKS_NEED, FRAME, find_question, find_told_oom
 from trainer_plugins.oom import OutOfMemory
 from trainer_plugins.oom.rules import KILLED_FROM_OUTSIDE
 from trainer_plugins.record.shown import Process
@@ -62,7 +62,7 @@ _LOOKALIKES = (
         CACHE_FLUSHES,
     ),
     (
-        r"(?:CUDA|HIP) error: (?!unhandled)[\w ]{4}|Triton Error \[\w+\]: "
+        r"(?:CUDA|HIP) error: (?!unhandled|out of memory)[\w ]{4}|Triton Error \[\w+\]: "
         r"|[Cc]uda failure \d{1,4} '"
         r"|\bsynStatus \d{1,3} \[(?![^\]]*memory)|Memory critical error by agent"
         r"|RESULT_ERROR_DEVICE_LOST|\[METAL\] Command buffer execution failed: (?!Insuff)",
@@ -130,8 +130,9 @@ def _explain_without_oom(excerpt: Excerpt, subject: str) -> Explanation:
     if causes:
         remedies = remedies_of(causes, facts)
         return Explanation(subject=subject, causes=causes, remedies=remedies)
+    in_words = find_told_oom(excerpt)
     for line, (pattern, meaning, helps) in product(excerpt.lines, _LOOKALIKES):
-        if re.search(pattern, line.text):
+        if re.search(pattern, line.text) and not (in_words and helps is CACHE_FLUSHES):
             evidence = f"The log says: {quote(line.text)}"
             said = next((_DOUBTS[one] for one in _DOUBTS if re.search(one, line.text)), "")
             doubt = facts.vendor.translate(said)
@@ -139,8 +140,8 @@ def _explain_without_oom(excerpt: Excerpt, subject: str) -> Explanation:
             remedies = tuple(choose_remedies("not-an-oom", helps, facts))
             return Explanation(subject=subject, causes=(found,), remedies=remedies)
     need = find_question(excerpt, ASKS_NEED)
-    if not need and (found_in_words := find_told_oom(excerpt)):
-        return explain_excerpt(found_in_words, subject)
+    if in_words and not need:
+        return explain_excerpt(in_words, subject)
     if question := need or find_question(excerpt):
         answer = explain_excerpt(question, subject)
         first, *more = answer.causes
@@ -148,6 +149,8 @@ def _explain_without_oom(excerpt: Excerpt, subject: str) -> Explanation:
         return replace(answer, causes=(replace(first, grade=grade), *more))
     errors = [line.text for line in excerpt.lines if _ERROR.match(line.text)]
     last_error = (f"its last error: {quote(errors[-1])}",) if errors else ()
+    if not errors and any(FRAME.match(line.text) for line in excerpt.lines):
+        last_error = ("its traceback ends before the error: add the lines that follow",)
     unread = _name_unread(excerpt)
     return Explanation(subject=subject, causes=(), remedies=(), facts=last_error, unknown=unread)
 

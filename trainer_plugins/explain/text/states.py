@@ -118,7 +118,7 @@ class States(NamedTuple):
         if self.is_full and self.stage in (1, 2):
             share = f", of which ZeRO-{self.stage} divides a part among {self.num_ranks} ranks"
         else:
-            share = f" / {self.num_ranks} ranks" if self.stage and self.num_ranks > 1 else ""
+            share = f" / {self.num_ranks} ranks" if self.stage == 3 and self.num_ranks > 1 else ""
         return say(
             f"{self.billions:g} billion parameters x {each}{share} = {{state_bytes}} a card for"
             f" {what}{', of {capacity_bytes}' if self.card_bytes else ''}.",

@@ -66,7 +66,7 @@ ASKS_NEED = re.compile(
     r"|\b(?:is|are|would|will)\b[^.?\n]{0,60}\benough\b[^.?\n]{0,60}\?"
 )
 _AN_ERROR = re.compile(r"[\w.]+(?:Error|Exception): |KeyboardInterrupt|SystemExit")
-_FRAME = re.compile(r'\s*File "')
+FRAME = re.compile(r'\s*File "')
 _MOST_LINES = 60  # a longer text without an error is a log of something else, unless a person wrote
 _WRITTEN = re.compile(r"#{1,4} \w|```|.*[?\uff1f]\s*$")
 
@@ -74,7 +74,7 @@ _WRITTEN = re.compile(r"#{1,4} \w|```|.*[?\uff1f]\s*$")
 def find_told_oom(excerpt: Excerpt) -> Excerpt | None:
     """Find the line that reports an OOM; None if it names another error, or is a long log."""
     lines = excerpt.lines
-    has_frames = any(_FRAME.match(line.text) for line in lines)
+    has_frames = any(FRAME.match(line.text) for line in lines)
     is_written = any(_WRITTEN.match(line.text) for line in lines)
     if len(lines) > _MOST_LINES and not has_frames and not is_written:
         return None
@@ -102,7 +102,7 @@ def find_question(excerpt: Excerpt, asks: re.Pattern[str] = _ASKS) -> Excerpt | 
 
 def _cut_at_the_end(lines: tuple[LogLine, ...]) -> Excerpt | None:
     """Take a traceback that ends before its error for one of memory: that is why it was given."""
-    last = max(at for at, line in enumerate(lines) if _FRAME.match(line.text))
+    last = max(at for at, line in enumerate(lines) if FRAME.match(line.text))
     end = min(len(lines) - 1, last + 1)
     is_else = any(_AN_ERROR.match(line.text) for line in lines)
     if is_else or not any(_ON_MEMORY.search(line.text) for line in lines):

@@ -22,7 +22,8 @@ FRAMES = re.compile(
     r"(?i)(?P<is_set>(?:--)?[a-z_]*(?:n_?frames|max_frames|num_frames)[\"']?[ =:]{1,3}[\"']?)"
     r"(?P<frames>\d{1,5})\b"
 )
-_SEES = re.compile(r"(?i)VL-(?!.*\bgrpo\b)|pixel|images?\b|图片|图像|图文")
+_SEES = re.compile(r"(?i)VL-|pixel|(?<!docker )images?\b|图片|图像|图文")
+_ONLY_TEXT = re.compile(r"(?is)(?!.*(?:pixel|images?\b|图)).*\bgrpo\b")
 SEES_VIDEOS = r"(?i)(?<![a-z])videos?(?![a-z])|视频"
 _SETS_PIXELS = re.compile(r"(?i)max_pixels|max_slice|resize|max_token_num")
 _PATCH = 28  # pixels of a token's side: patches of 14, two by two (Qwen2-VL, Qwen2.5-VL)
@@ -118,6 +119,8 @@ def pictures(facts: TextFacts) -> Cause | None:
     if pixels >= _MANY_PIXELS:
         return _cause_of_pixels("The text allows", pixels, "likely")
     if not _SEES.search(text) or not re.search(r"(?i)qwen", text) or _SETS_PIXELS.search(text):
+        return None
+    if _ONLY_TEXT.match(text):
         return None
     who = "The text sets no limit, and Qwen-VL's processor allows"
     return _cause_of_pixels(who, _UNLIMITED_PIXELS, "possible")

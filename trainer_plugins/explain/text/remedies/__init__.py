@@ -69,7 +69,12 @@ def remedies_of(causes: Iterable[Cause], facts: TextFacts) -> tuple[Remedy, ...]
         offered = _offer(cause.code, facts)
         for one in offered if number == 0 else islice(offered, 1):
             found.setdefault(one.do, one)
-    return tuple(found.values())
+    return tuple(replace(one, do=_spell_for_any(one.do)) for one in found.values())
+
+
+def _spell_for_any(do: str) -> str:
+    """Use the name that every transformers before 6 takes, for a text of an unknown version."""
+    return re.sub(r"(?<!\w)activation(?=_checkpointing)", "gradient", do)
 
 
 def _offer(code: str, facts: TextFacts) -> Iterator[Remedy]:
