@@ -39,6 +39,8 @@ SWIFT = "OOM at the first step\nswift sft --model Qwen/Qwen2.5-VL-7B-Instruct \\
         ("Llama-3.2-11B CUDA error: out of memory, RTX 3090", "capacity", "CUDA error: out of memory", ""),
         ("10 pytorch allocator cache flushes since last step. It is still OOM, only after more steps.", "capacity", "OOM", ""),
         ("Qwen3-Coder OOM in the newest docker image", "capacity", "OOM", ""),
+        # The frames are of the model alone: they show no moment.
+        ('OOM in SFTTrainer, during validation\n  File "/v/torch/nn/modules/module.py", line 1776, in _wrapped_call_impl\n    return self._call_impl(*args)\n', "eval-batch", "during validation", "--per_device_eval_batch_size 1"),
         # Questions: whether the cards are enough.
         ("想微调 32B 的模型\uff0c单机 4*80G 够不够\uff1f", "capacity", "4 x 74.51 GiB: room for LoRA and QLoRA, not for full training.", "trainer-plugins plan"),
         ("Are 8 x A100 80GB enough to fine-tune a 397B model?", "capacity", "8 x 74.51 GiB: room for QLoRA, not for full training or LoRA.", "trainer-plugins plan"),

@@ -21,7 +21,10 @@ _IN_BANNERS = {
     "per_device_train_batch_size": r"|[Bb]atch size per device",
     "gradient_accumulation_steps": r"|Gradient [Aa]ccumulation steps",
 }
-_STARTS = re.compile(r"\b(?:train|main|run|launch|fit)\(")
+_MOMENT = re.compile(
+    r"(?i)train\w*_step|_training_loop|_loss\b|eval|predict|generat|backward|optim|sav(?:e|ing)|load"
+    r"|from_pretrained|merge|prepare|\.(?:to|cuda)\("
+)
 _NUM_LAST_WORDS, _NUM_NEAR = 4, 600
 _MESSAGE = r"(?:CUDA|HIP|XPU|NPU|MPS backend) [Oo]ut of|NVML_SUCCESS|[\w.]+(?:Error|Exception): "
 _SMI_PROCESS = re.compile(
@@ -180,8 +183,8 @@ class TextFacts:
 
     @property
     def shows_no_place(self) -> bool:
-        """Return whether no frame shows where it failed: all are those that start the training."""
-        return not self.frames or _STARTS.search(self.frames[-1].code) is not None
+        """Return whether no frame shows in which moment of the run it failed."""
+        return not any(_MOMENT.search(frame.words) for frame in self.frames)
 
     def find_call(self, pattern: str, innermost: int | None = None) -> TracebackFrame | None:
         frames = self.frames[-innermost:] if innermost else self.frames

@@ -323,7 +323,7 @@ PLACES: tuple[Rule, ...] = (
     ),
     ByFrame(
         code="zero3-gather",
-        pattern=r"all_gather_params|_all_gather|partition_parameters|fetch_sub_module|all_gather_into"
+        pattern=r"all_gather_params|_all_gather|partition_parameters|fetch_sub_module|all_gather_into|unwrap_model_for_gen"
         r"|partitioned_param|GatheredParameters|_unshard\b|\bunshard",
         unknown="whether one layer or many prefetched ones are too large: see whether it fits"
         " without prefetching",

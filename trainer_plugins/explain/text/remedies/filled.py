@@ -40,6 +40,10 @@ _IN_TRAINER = (
     r"transformers[/\\]trainer|\btrl[/\\]|Trainer\.\w|swift[/\\](?:llm|trainers)|llamafactory[/\\]"
     r"|axolotl[/\\]"
 )
+_NAMES = (
+    r"TrainingArguments|\b(?:SFT|DPO|GRPO|ORPO|KTO|Reward)(?:Trainer|Config)\b"
+    r"|\bswift (?:sft|rlhf|pt)\b"
+)
 
 
 def uses_trainer(facts: TextFacts) -> bool:
@@ -49,7 +53,7 @@ def uses_trainer(facts: TextFacts) -> bool:
 
 def shows_trainer(facts: TextFacts) -> bool:
     """Return whether a frame or a word belongs to a transformers Trainer."""
-    return bool(facts.find_call(_IN_TRAINER) or facts.says(rf"{_ROWS}|TrainingArguments"))
+    return bool(facts.find_call(_IN_TRAINER) or facts.says(rf"{_ROWS}|{_NAMES}"))
 
 
 def _smaller_micro_batch(one: Advice, facts: TextFacts) -> Remedy | None:
