@@ -1,7 +1,19 @@
 """A model and data small enough to train in a blink."""
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
+import transformers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    TrainingArguments,
+)
+
+IS_OLD = transformers.__version__.startswith("4.")
+IN_ORDER = {"train_sampling_strategy": "sequential"}  # no row is shuffled
+if not hasattr(TrainingArguments, "train_sampling_strategy"):
+    IN_ORDER = {}
 
 
 def tiny_llama(**config) -> LlamaForCausalLM:

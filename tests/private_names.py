@@ -15,7 +15,7 @@ WHERE: dict[str, tuple[str, ...]] = {
     "_Loss": ("torch.nn.modules.loss",),
     "_construct_storage_from_data_pointer": ("torch._C",),
     "_create_c10d_store": ("torch.distributed.rendezvous",),
-    "_create_internal": ("torch._C._distributed_c10d.FakeProcessGroup",),
+    "_create_internal": ("torch._C._distributed_c10d.FakeProcessGroup", "torch<2.10"),
     "_decomp": ("torch",),
     "_disabled_torch_dispatch_impl": ("torch._C",),
     "_distributed_c10d": ("torch._C",),

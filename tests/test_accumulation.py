@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArgu
 from tests import processes
 from tests.explain.stated import explained
 from tests.explain.test_text import FULL, TRAINER
-from tests.models import tiny_llama
+from tests.models import IN_ORDER, IS_OLD, tiny_llama
 from tests.planner.test_plans import request
 from tests.survival.classes.batches import batch_for
 from tests.survival.classes.judge import _LARGEST, _TAKES_A_LOSS, class_names
@@ -67,7 +67,7 @@ def run_of(model, batch, num_steps: int, folder, trainer_class=Trainer, **into_t
         output_dir=str(folder), max_steps=1, per_device_train_batch_size=rows, report_to="none",
         gradient_accumulation_steps=num_steps, max_grad_norm=0, learning_rate=0.0, optim="sgd",
         use_cpu=True, save_strategy="no", disable_tqdm=True, remove_unused_columns=False,
-        dataloader_pin_memory=False, train_sampling_strategy="sequential",
+        dataloader_pin_memory=False, **IN_ORDER,
     )  # fmt: skip
 
     def collate(places: list[int]) -> dict[str, Any]:
@@ -133,7 +133,7 @@ def hold_class(name: str, folder: Path) -> Accumulation | None:
     if sum(each.numel() for each in model.parameters()) > _LARGEST:
         return None
     judged = judge_accumulation(run_of(model, {}, 1, folder))
-    if re.search(SUMMED, name):
+    if re.search(SUMMED, name) and not IS_OLD:
         assert judged.effect is Effect.SCALED, judged
     for dtype in (torch.float64, torch.float32):
         try:
@@ -157,8 +157,8 @@ def hold_class(name: str, folder: Path) -> Accumulation | None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_one_class_of_each_kind_is_judged_as_it_trains(name: str, tmp_path) -> None:
-    if not hasattr(transformers, name):
-        pytest.skip("not in this transformers")
+    if not hasattr(transformers, name) or (IS_OLD and name.startswith("PaliGemma")):
+        pytest.skip("not in this transformers, or not with labels where the mask is 0")
     judged = hold_class(name, tmp_path)
     assert judged is not None
     if transformers.__version__.startswith("5.23."):
@@ -289,7 +289,11 @@ OWN: dict[str, tuple[Any, dict[str, Any], Effect]] = {
 }
 
 
-@pytest.mark.parametrize("case", OWN)
+# With transformers 4, the mean of a BERT is divided by the number of micro-batches.
+AVERAGED = ("passes, a mean", "around", "adapter", "compiled") if IS_OLD else ()
+
+
+@pytest.mark.parametrize("case", [case for case in OWN if case not in AVERAGED])
 def test_a_loss_of_the_users_own_is_judged_as_it_trains(case: str, tmp_path) -> None:
     build, into_trainer, effect = OWN[case]
     model = build()
@@ -306,6 +310,7 @@ def test_a_loss_of_the_users_own_is_judged_as_it_trains(case: str, tmp_path) -> 
         assert judge_accumulation(make(batch, 1), ["input_ids"]).effect is not Effect.SCALED
 
 
+@pytest.mark.skipif(IS_OLD, reason="the mean of a BERT is divided by the number of micro-batches")
 @pytest.mark.parametrize(
     "callbacks", [(StrategyInForce,), (Preflight,), (StrategyInForce, Preflight)]
 )

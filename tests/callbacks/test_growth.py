@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache, Trainer, TrainerCallback
 
+from tests.models import IN_ORDER
 from trainer_plugins import MemoryWatchdog
 from trainer_plugins.finding import Finding
 from trainer_plugins.record.timeline import Remark, Timeline
@@ -422,6 +423,7 @@ class BatchesAlive(TrainerCallback):
         }
 
 
+@pytest.mark.skipif(not IN_ORDER, reason="this Trainer always shuffles")
 def test_lengths_that_fill_the_cache_are_named(make_trainer, simgpu) -> None:
     """Of 20 to 70 tokens, none twice; each takes half a MiB for a token, for a moment."""
     rows = [{"input_ids": [1] * length, "labels": [1] * length} for length in range(20, 71)]
@@ -440,7 +442,7 @@ def test_lengths_that_fill_the_cache_are_named(make_trainer, simgpu) -> None:
         prepare=plant,
         code="leak-cache",
         per_device_train_batch_size=1,
-        train_sampling_strategy="sequential",
+        **IN_ORDER,
     )
 
     assert "; 8 shapes of input_ids in 8 steps, [1, 60] to [1, 67]" in finding.evidence

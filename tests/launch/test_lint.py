@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.bad_files import BAD, deepspeed, fsdp, zero2, zero3
+from tests.models import IS_OLD
 from tests.test_cli import command
 from trainer_plugins.finding import Severity
 from trainer_plugins.launch import configs
@@ -92,7 +93,8 @@ def test_every_pair_that_transformers_compares_is_compared() -> None:
         for node in ast.walk(ast.parse(inspect.getsource(HfTrainerDeepSpeedConfig)))
         if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "fill_match"
     ]
-    assert {call.args[0].value for call in calls} == set(read_asked_values({}, 1))  # type: ignore[attr-defined]
+    theirs = {call.args[0].value for call in calls}  # type: ignore[attr-defined]
+    assert theirs - {"amp.enabled", "amp.opt_level"} == set(read_asked_values({}, 1))  # of 4: Apex
 
 
 ADAMW = '"optimizer": {"type": "AdamW", "params": {%s}}, '
@@ -124,7 +126,7 @@ WARMUP = '"scheduler": {"type": "WarmupDecayLR", "params": {%s}}, '
         (WARMUP % '"total_num_steps": 1000', "--max_steps 100"),
         (WARMUP % '"warmup_num_steps": 10', "--max_steps 100 --warmup_steps 10"),
         (WARMUP % '"warmup_num_steps": 10', "--max_steps 100"),
-        (WARMUP % '"warmup_num_steps": 1', "--max_steps 100"),
+        *(() if IS_OLD else [(WARMUP % '"warmup_num_steps": 1', "--max_steps 100")]),
     ],
 )
 def test_what_transformers_calls_a_mismatch_is_one(tmp_path: Path, top: str, words: str) -> None:

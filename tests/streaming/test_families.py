@@ -1,6 +1,5 @@
 """Architectures of every make: a step with a streamed base is the step without it, bit for bit."""
 
-from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -8,12 +7,12 @@ import torch
 import transformers
 from torch import nn
 
+from tests.models import IS_OLD
 from tests.survival.classes.batches import batch_for
 from tests.survival.classes.tiny import tiny_model
 from trainer_plugins.streaming.layers import find_repeated_layers
 from trainer_plugins.streaming.stream import Stream
 
-IS_OLD = version("transformers").startswith("4.")
 CARD = torch.device("simgpu:0")
 FAMILIES = (
     *("LlamaForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM", "Gemma3ForCausalLM"),

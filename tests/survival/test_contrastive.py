@@ -12,6 +12,7 @@ from transformers import (
     TrainerCallback,
 )
 
+from tests.models import IS_OLD
 from tests.survival.failing import Run, numbers_off_by, small_trainer, survive
 from trainer_plugins import survive_oom
 from trainer_plugins.survival.memo import memo_of
@@ -56,7 +57,8 @@ def off_by_largest(ours: list, theirs: list) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True)) / largest
 
 
-@pytest.mark.parametrize("make", [clip, siglip])
+# transformers 4 cannot mask CLIP in float64 under a dispatch mode.
+@pytest.mark.parametrize("make", [siglip] if IS_OLD else [clip, siglip])
 def test_pictures_and_texts(tmp_path, make) -> None:
     whole, survived = survive(lambda: contrastive(tmp_path, make()), {0: 0.8, 3: 0.3})
 
@@ -87,6 +89,7 @@ class KnownLimit(TrainerCallback):
         memo_of(self.trainer).limit = 20
 
 
+@pytest.mark.skipif(IS_OLD, reason="transformers 4 cannot mask CLIP in float64")
 def test_a_piece_draws_the_same_masks_in_both_of_its_passes(tmp_path) -> None:
     trainer = contrastive(tmp_path, clip(dropout=0.5), steps=1)
     seen: ContextVar[dict[bool, list[torch.Tensor]]] = ContextVar(

@@ -16,7 +16,7 @@ from transformers import (
     TrainerCallback,
 )
 
-from tests.models import tiny_llama
+from tests.models import IS_OLD, tiny_llama
 from tests.survival.failing import Run, gradients_off_by, padded, small_trainer, survive
 from trainer_plugins import survive_oom
 from trainer_plugins.record.timeline import Remark, read_timeline
@@ -282,10 +282,10 @@ def test_refused_when_it_is_attached(tmp_path, case: str, caplog) -> None:
     "options",
     [
         {"trainer_class": StepInTwo},
-        {"model": lambda: adalora(weight=0.0)},
         {"model": of_another_type},
+        *(() if IS_OLD else [{"model": lambda: adalora(weight=0.0)}]),  # PEFT 0.17 wants a term
     ],
-    ids=["compute_loss in a method of its own", "AdaLoRA without its term", "loss_type"],
+    ids=lambda options: next(iter(options)),
 )
 def test_what_is_like_them_and_adds_up_is_divided(tmp_path, options) -> None:
     def make():

@@ -45,9 +45,10 @@ def be_all_ranks() -> None:
     # `import torch.distributed.rendezvous` would return the function of that name.
     rendezvous: Any = sys.modules["torch.distributed.rendezvous"]
     rendezvous._create_c10d_store = lambda *_, **__: dist.HashStore()  # type: ignore[attr-defined]
-    group: Any = torch._C._distributed_c10d.FakeProcessGroup
+    fake: Any = torch._C._distributed_c10d.FakeProcessGroup
+    make_fake = getattr(fake, "_create_internal", fake)  # torch 2.9 has a public constructor
     dist.Backend.register_backend(
-        "alone", lambda _, rank, size, __: group._create_internal(rank, size), devices=["cpu"]
+        "alone", lambda _, rank, size, __: make_fake(rank, size), devices=["cpu"]
     )
     c10d: Any = sys.modules["torch.distributed.distributed_c10d"]
 
