@@ -138,7 +138,7 @@ def test_an_evaluation_that_does_not_fit_is_computed_in_parts(folder: Path) -> N
     flags = (*_FLAGS, "--per_device_train_batch_size", "1", "--eval_strategy", "epoch")
     done = _fitted(folder, "--gpu", _CARD, flags=(*flags, "--per_device_eval_batch_size", "16"))
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "rows at once in the evaluation" in done.stderr
+    assert "rows at once during evaluation" in done.stderr
     assert "survival splits each evaluation batch, and keeps its metrics" in done.stderr
     assert "trained 1 1 False 16" in done.stdout
     assert json.loads((folder / "end" / "config.json").read_text())["vocab_size"] == 32000

@@ -144,7 +144,7 @@ def test_an_evaluation_that_is_short_gets_fewer_rows(monkeypatch, short, stays: 
     found, _, tried = first_that_fits(monkeypatch, fitting=fewer, **given)
     assert found is not None
     assert (found.rows_at_once, found.changed) == (0, fewer if stays else {})
-    assert found.proposal.changes[0] == "2 rows at once in the evaluation"
+    assert found.proposal.changes[0] == "2 rows at once during evaluation"
     assert [each.get("per_device_train_batch_size") for each in tried] == [None] * 3
 
 

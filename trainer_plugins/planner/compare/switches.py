@@ -246,7 +246,7 @@ def cut_at(length: int) -> Switch:
 
 def eval_rows(rows: int) -> Switch:
     """Build the switch to smaller evaluation batches over the same number of rows."""
-    words = f"{count_in_words(rows, 'row')} at once in the evaluation"
+    words = f"{count_in_words(rows, 'row')} at once during evaluation"
     price = "more evaluation batches: a loss averaged over tokens moves slightly"
 
     def change(run: PlanRequest) -> PlanRequest:

@@ -18,7 +18,7 @@ from trainer_plugins.report.plan_text import (
     describe_planned,
     details,
     host_verdict,
-    moment_of,
+    say_when,
     verdict,
 )
 from trainer_plugins.units import size
@@ -37,7 +37,7 @@ def plan_page(plan: MemoryPlan) -> Page:
         "plan.html.jinja",
         {"charts": {} if chart is None else {chart.name: asdict(chart)}},
         plan=plan,
-        moment=moment_of(plan),
+        say_when=say_when,
         verdict=verdict(plan),
         details=details(plan),
         host=host_verdict(plan),
@@ -71,7 +71,7 @@ def plan_chart(plan: MemoryPlan) -> Chart | None:
     numbers = {moment: number for number, moment in enumerate(plan.moments, start=1)}
     return Chart(
         name="plan",
-        title=f"{size(plan.allocated_peak_bytes)} in tensors at the peak, in the {moment_of(plan)}",
+        title=f"{size(plan.allocated_peak_bytes)} in tensors at the peak, {say_when(plan.moment)}",
         pixels=260,
         axis="moments",
         top=top,

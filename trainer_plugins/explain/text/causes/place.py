@@ -200,7 +200,7 @@ PLACES: tuple[Rule, ...] = (
         code="eval-logits",
         pattern="_maybe_log_save_evaluate",
         innermost=1,
-        unknown="whether it failed in the evaluation or the save: the frames after this one do",
+        unknown="whether it failed during evaluation or while saving: the frames after this one do",
     ),
     ByFrame(
         code="eval-batch",
