@@ -114,7 +114,7 @@ def name_largest(plan: MemoryPlan) -> str:
     needed, held = plan.smallest_card_bytes, plan.nvidia_smi_peak_bytes
     if needed and plan.capacity_bytes and held > plan.capacity_bytes:
         # a full card has no cache
-        return f"{named}; in all, with CUDA's context, at least {size(needed)}"
+        return f"{named}; the run needs a card with at least {size(needed)}"
     return f"{named}; in all, with the cache and CUDA's context, {size(held)}"
 
 
