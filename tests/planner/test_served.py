@@ -53,6 +53,16 @@ def test_what_deepspeed_offloads_is_in_main_memory() -> None:
     assert plan.planned["strategy"] == "DeepSpeed ZeRO-3"
 
 
+def test_what_fsdp2_offloads_is_in_main_memory() -> None:
+    """transformers' own AdamW, fused, then steps on the CPU."""
+    asked = request(WIDE, "--bf16", "True", sequence_length=LENGTH, num_gpus=2)
+    plan = predict_one(replace(asked, launch_file=str(configs.path("fsdp2_offload"))))
+    assert plan.planned["strategy"].startswith("FSDP2")
+    both = 16 * plan.num_parameters  # weights, gradients and two averages
+    assert plan.host_moments["optimizer step"] > both
+    assert "optimizer states" not in plan.breakdown
+
+
 @pytest.mark.all
 def test_what_deepspeed_offloads_is_not_on_the_card() -> None:
     on_card, in_main = offloaded(), offloaded("optimizer")

@@ -84,7 +84,7 @@ def on_processor(func: Any, given: list[torch.Tensor], args: Any, kwargs: Any) -
         return _make_unfilled(func, args, kwargs)
     packet = func.overloadpacket
     if packet in _FILL and given and all(map(_is_large, given[:1])):
-        return args[0]
+        return args[0] if func._schema.returns else None  # optimizers of lists return nothing
     if packet in _MAKE:
         made = _make_empty(packet, args, kwargs)
         if made is not None:
