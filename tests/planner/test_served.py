@@ -55,7 +55,7 @@ def test_what_deepspeed_offloads_is_in_main_memory() -> None:
 
 def test_what_fsdp2_offloads_is_in_main_memory() -> None:
     """transformers' own AdamW, fused, then steps on the CPU."""
-    asked = request(WIDE, "--bf16", "True", sequence_length=LENGTH, num_gpus=2)
+    asked = request({**WIDE, "vocab_size": 8192}, "--bf16", "True", sequence_length=LENGTH, num_gpus=2)
     plan = predict_one(replace(asked, launch_file=str(configs.path("fsdp2_offload"))))
     assert plan.planned["strategy"].startswith("FSDP2")
     both = 16 * plan.num_parameters  # weights, gradients and two averages
