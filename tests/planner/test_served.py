@@ -55,7 +55,9 @@ def test_what_deepspeed_offloads_is_in_main_memory() -> None:
 
 def test_what_fsdp2_offloads_is_in_main_memory() -> None:
     """transformers' own AdamW, fused, then steps on the CPU."""
-    asked = request({**WIDE, "vocab_size": 8192}, "--bf16", "True", sequence_length=LENGTH, num_gpus=2)
+    asked = request(
+        {**WIDE, "vocab_size": 8192}, "--bf16", "True", sequence_length=LENGTH, num_gpus=2
+    )
     plan = predict_one(replace(asked, launch_file=str(configs.path("fsdp2_offload"))))
     assert plan.planned["strategy"].startswith("FSDP2")
     both = 16 * plan.num_parameters  # weights, gradients and two averages
@@ -270,8 +272,10 @@ def test_what_needs_a_package_that_is_not_there_is_said(config, line: str) -> No
         assert isinstance(refused.value, NotPredicted)
 
 
-@pytest.mark.all
 def test_states_on_a_disk_have_no_plan() -> None:
     zero = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}}
+    asked = replace(request(tiny()), launch_file=str(configs.path("zero3_offload_nvme")))
     with pytest.raises(NotPredicted, match="offload_optimizer to NVMe: plan it with device cpu"):
         planned("--deepspeed", json.dumps({"zero_optimization": zero}), num_gpus=2)
+    with pytest.raises(NotPredicted, match="offload_optimizer to NVMe: plan it with device cpu"):
+        predict_one(asked)

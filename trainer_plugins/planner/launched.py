@@ -29,6 +29,9 @@ def complete_launch(request: PlanRequest) -> PlanRequest:
     document = _document(request.launch_file)
     config = document.accelerate or {}
     _refuse(config, name)
+    for part in ("offload_optimizer", "offload_param"):
+        if document.get_deepspeed(f"zero_optimization.{part}.device") == "nvme":
+            raise NotPredicted(f"{part} to NVMe: plan it with device cpu")
     kind = config["distributed_type"]
     num_gpus = request.num_gpus or _num_processes(document, name)
     num_nodes = _num_nodes(config, num_gpus, name)
