@@ -178,11 +178,11 @@ def details(plan: MemoryPlan) -> list[str]:
 
 
 def _weights_alone(plan: MemoryPlan) -> list[str]:
-    """Warn in one line that the weights alone exceed the card, if they do."""
+    """Warn in one line that the loaded model alone exceeds the card, if it does."""
     loaded, room = plan.loaded_bytes, (plan.capacity_bytes or 0) - plan.context_bytes
     if plan.fits_card is not False or loaded is None or loaded <= room:
         return []
-    return [f"The weights alone take {size(loaded)}: a smaller batch cannot help"]
+    return [f"The loaded model alone takes {size(loaded)}: a smaller batch cannot help"]
 
 
 def say_when(moment: Moment) -> str:
