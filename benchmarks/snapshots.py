@@ -10,7 +10,6 @@ import gzip
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -89,4 +88,4 @@ def _pairs(events: Sequence[Event]) -> Iterator[tuple[Event, Event]]:
 if __name__ == "__main__":
     SNAPSHOT, SOURCE, KEPT = sys.argv[1:]
     (ONLY,) = read(Path(SNAPSHOT))
-    write(replace(ONLY, source=SOURCE), Path(KEPT))
+    write(ONLY._replace(source=SOURCE), Path(KEPT))

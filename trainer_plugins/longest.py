@@ -6,8 +6,7 @@ import math
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,8 +45,7 @@ class LongestRows:
         return self._collate([self._dataset[index] for index in self._rows[:num]])
 
 
-@dataclass(frozen=True, slots=True)
-class Lengths:
+class Lengths(NamedTuple):
     """Holds the lengths of a data set's rows, as far as they were read."""
 
     rows: _Numbers  # the indices of these rows

@@ -1,7 +1,7 @@
 """Presets name sets of callbacks: those of `PRESETS`, and entry points of installed packages."""
 
-from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import NamedTuple
 
 GROUP = "trainer_plugins.presets"  # the entry points that offer a `Preset`
 CUDA_CACHE = "trainer_plugins.callbacks.CudaCacheCallback"
@@ -21,8 +21,7 @@ _GUARDS = (EARLIER_RUNS, CUDA_CACHE, EVAL_CLEANUP, EVALUATION, KV_CACHE, RESUME)
 _SAFE = (STRATEGY, PREFLIGHT, *_GUARDS, WATCHDOG, REPORTER)
 
 
-@dataclass(frozen=True, slots=True)
-class Preset:
+class Preset(NamedTuple):
     """Names callbacks that belong together, by dotted class name: reading one needs no torch."""
 
     name: str

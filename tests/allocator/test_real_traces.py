@@ -10,7 +10,6 @@ block before; sizes rounded to 1024 B; segments rounded to 4 MiB; a cache that k
 import functools
 import pickle
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -154,7 +153,7 @@ def test_the_command_says_what_differs_and_what_cannot_be_read(tmp_path, capsys)
     only = trace("cold-few")
     moved = [event._replace(address=event.address + 512) for event in only.events[-1:]]
     wrong = tmp_path / "wrong.json.gz"
-    write(replace(only, events=(*only.events[:-1], *moved)), wrong)
+    write(only._replace(events=(*only.events[:-1], *moved)), wrong)
     hostile = tmp_path / "hostile.pickle"
     hostile.write_bytes(pickle.dumps(print))
     bare = tmp_path / "bare.pickle"

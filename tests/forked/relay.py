@@ -10,7 +10,6 @@ import tempfile
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -94,7 +93,7 @@ class Relay:
         assert server is not None
         words = ("tests.forked.as_python", *call.words)
         environ = {**call.environ, SHIM: str(self.python)}
-        server.hand_over(replace(call, words=words, environ=environ), streams, shim)
+        server.hand_over(call._replace(words=words, environ=environ), streams, shim)
         return ""
 
     def _reason_for_a_new_python(self, words: Sequence[str], environ: Mapping[str, str]) -> str:

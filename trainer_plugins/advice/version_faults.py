@@ -5,15 +5,14 @@ it to `FAULTS`, and its condition to `trainer_plugins/check/environment.py`.
 """
 
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from trainer_plugins.advice.entry import Door
 from trainer_plugins.advice.of_moments import QUANTISED_EXPERTS, READ_BY_ONE_RANK
 from trainer_plugins.advice.of_training import CHECKPOINTING, NON_REENTRANT
 
 
-@dataclass(frozen=True, slots=True)
-class Fault:
+class Fault(NamedTuple):
     """Describes a fault of one library."""
 
     library: str

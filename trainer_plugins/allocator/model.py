@@ -6,8 +6,7 @@ without a field in `AllocatorRules`.
 """
 
 from bisect import bisect_left
-from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from trainer_plugins.allocator.addresses import (
     Addresses,
@@ -33,8 +32,7 @@ FirstOfASize = Literal["address", "segment", "block"]
 FIRST_OF_A_SIZE: tuple[FirstOfASize, ...] = get_args(FirstOfASize)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AllocatorRules:
+class AllocatorRules(NamedTuple):
     """The settings that determine where memory comes from, in bytes. Defaults are CUDA's."""
 
     expandable_segments: bool = False

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from trainer_plugins.accumulation import Accumulation
 from trainer_plugins.allocator.machine import Machine
@@ -20,8 +21,7 @@ MUCH = 0.1  # warn from this fraction of the available memory on
 LITTLE = 0.01  # below this fraction of the available memory, say nothing
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Owner:
+class Owner(NamedTuple):
     """Describes a process that holds memory on a card."""
 
     process: GpuProcess
@@ -107,8 +107,7 @@ def predicts_tokens(name: str) -> bool:
     return any(part in name for part in ("CausalLM", "ConditionalGeneration", "LMHead", "MaskedLM"))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OtherModel:
+class OtherModel(NamedTuple):
     """Describes a model that is alive in addition to the one in training."""
 
     name: str  # its class

@@ -12,8 +12,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from trainer_plugins import namespaces
 from trainer_plugins.compiled import cache_folder
@@ -46,8 +46,7 @@ OFFLINE = {
 _SCRIPT_LINE = re.compile(r'^(?:\[rank\d+\]: *)? *File "([^"]+)", line (\d+)', re.MULTILINE)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Allowed:
+class Allowed(NamedTuple):
     """Lists the exceptions that a dry run gets from the wall."""
 
     writes: tuple[Path, ...] = ()  # folders and files that it may write, rename and delete

@@ -17,8 +17,7 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from trainer_plugins.forks.server import NUMBER, READY, kill_group
 
@@ -49,8 +48,7 @@ _SERVE = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class Call(NamedTuple):
     """A command to run: `python -m WORDS` in a folder and an environment."""
 
     words: tuple[str, ...]

@@ -1,6 +1,6 @@
 """Compare the main memory of ranks with their machine's, for linter and planner."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from trainer_plugins.units import MIB, parse_size, size
 
@@ -9,8 +9,7 @@ from trainer_plugins.units import MIB, parse_size, size
 PROCESS_BYTES = 600 * MIB
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostNeed:
+class HostNeed(NamedTuple):
     """Holds the main memory of all ranks on one machine, in bytes."""
 
     tensor_bytes: int  # pinned ones count with the size of their blocks
@@ -29,8 +28,7 @@ class HostNeed:
         return self.tensor_bytes + self.save_bytes + self.process_bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostLimits:
+class HostLimits(NamedTuple):
     """Holds the limits of a machine's main memory, in bytes; None: unknown."""
 
     total_bytes: int | None = None  # main memory of the machine, or of its container

@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from shlex import quote
+from typing import NamedTuple
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
@@ -28,8 +28,7 @@ _WIDTH_WITH_TREND = 130
 MOST_PEAKS = 24  # in a trend
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankLine:
+class RankLine(NamedTuple):
     """Holds the state of one rank."""
 
     rank: int
@@ -87,8 +86,7 @@ def _growth(run: RankRun) -> Growth | None:
     return min(fatal, key=lambda growth: growth.steps_left, default=None)
 
 
-@dataclass(frozen=True, slots=True)
-class TopPage:
+class TopPage(NamedTuple):
     """Renders the ranks of one run, fitted to the terminal's width."""
 
     run_dir: str

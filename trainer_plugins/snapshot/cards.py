@@ -117,8 +117,7 @@ class SnapshotCard:
         return sum(event.action == "oom" for event in self.events)
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
+class Snapshot(NamedTuple):
     """Holds the content of one file."""
 
     name: str

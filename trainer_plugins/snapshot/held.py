@@ -7,7 +7,6 @@ within the pass was temporary, and memory that outlives a backward pass is a gra
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -43,8 +42,7 @@ _SHORT_EVENTS = 30  # 60 to 85 % of all freed bytes lived for fewer events
 _LEAST_LOGITS_BYTES = 1 * MIB
 
 
-@dataclass(frozen=True, slots=True)
-class InUse:
+class InUse(NamedTuple):
     """Holds the memory in use after one event; sizes in bytes."""
 
     position: int

@@ -2,8 +2,9 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 from trainer_plugins.allocator.model import (
     FIRST_OF_A_SIZE,
@@ -30,8 +31,7 @@ class Life:
     stack: int
 
 
-@dataclass(frozen=True, slots=True)
-class RepeatedTrace:
+class RepeatedTrace(NamedTuple):
     """Holds the result of a trace repeated on the allocator's model."""
 
     trace: Trace
@@ -50,10 +50,10 @@ def repeat(
     rules = AllocatorRules(expandable_segments=trace.expandable)
     split = snapshot.settings.get("max_split_size")  # as torch 2.13 writes it; -1 means no limit
     if isinstance(split, int) and split > 0:
-        rules = replace(rules, max_split_bytes=split)
+        rules = rules._replace(max_split_bytes=split)
     found: list[RepeatedTrace] = []
     for first in sorted(FIRST_OF_A_SIZE, key=lambda each: each != likely):
-        found.append(_repeat(trace, replace(rules, first_of_a_size=first)))
+        found.append(_repeat(trace, rules._replace(first_of_a_size=first)))
         if found[-1].outcome.is_same:
             break
     return max(found, key=lambda each: each.outcome.same_address)

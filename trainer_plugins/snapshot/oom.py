@@ -1,6 +1,5 @@
 """Case: the moment to explain, with its numbers: the OOM, else the peak. Sizes in bytes."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,8 +28,7 @@ class Oom(NamedTuple):
         return is_refused_though_free(self.num_bytes, self.left_bytes, 0.05 * self.num_bytes)
 
 
-@dataclass(frozen=True, slots=True)
-class SnapshotCase:
+class SnapshotCase(NamedTuple):
     """Holds one card of a snapshot at the moment to explain."""
 
     snapshot: Snapshot

@@ -2,7 +2,6 @@
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
@@ -32,8 +31,7 @@ class StartSegment(NamedTuple):
             address += num_bytes
 
 
-@dataclass(frozen=True)
-class Trace:
+class Trace(NamedTuple):
     """Holds the events of one card, and its segments at the first of them."""
 
     source: str  # the repository, commit and path, or the file

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -14,8 +15,7 @@ from trainer_plugins.survival.exact.shares import Inputs, NumItems, Weight
 from trainer_plugins.survival.limit.limit import cells
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
+class Start(NamedTuple):
     """The moment before an attempt: generators, metrics, gradients and allocated memory."""
 
     snapshot: RestorePoint

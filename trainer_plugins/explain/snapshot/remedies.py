@@ -205,7 +205,7 @@ class _Trial(Tries):
 def _settings(recorded: AllocatorRules) -> Iterator[tuple[str, AllocatorRules]]:
     if not recorded.expandable_segments:
         words = advice.EXPANDABLE_SEGMENTS.flag(Door.ENVIRONMENT)
-        yield words, replace(recorded, expandable_segments=True)
+        yield words, recorded._replace(expandable_segments=True)
     for megabytes in (512, 256, 128, 64):
-        rules = replace(recorded, expandable_segments=False, max_split_bytes=megabytes * MIB)
+        rules = recorded._replace(expandable_segments=False, max_split_bytes=megabytes * MIB)
         yield _SPLIT.flag(Door.ENVIRONMENT, megabytes=megabytes), rules

@@ -5,7 +5,7 @@ tests/launch/host_memory.toml compares it with the planner, which runs the code 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from trainer_plugins import advice
 from trainer_plugins.finding import Finding, Severity
@@ -36,8 +36,7 @@ _FOR_NVME = (
 _ROUNDED = 1.3
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
+class _Part(NamedTuple):
     num_bytes: float
     pinned_bytes: float = 0.0  # the size if pinned, else 0
 

@@ -5,8 +5,7 @@ is measured; docs/plan_search.md compares these multiples with measured ones.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainer_plugins import checkpointing
 from trainer_plugins.planner.cards import Speed
@@ -30,8 +29,7 @@ _ADAPTERS = {switches.ADAPTER.words, *_IN_4_BITS}
 _OVER_A_BUS = {switches.OFFLOADED_ACTIVATIONS.words, switches.REDUCED_EACH_TIME.words, *_IN_4_BITS}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class Step(NamedTuple):
     """Describes a step of a run: numbers of weights, tokens and cards."""
 
     weights: int
@@ -65,8 +63,7 @@ class Step:
     def apply(self, changes: Sequence[Switch]) -> "Step":
         words = {each.words for each in changes}
         offloads = self.offloads or switches.OFFLOADED_ACTIVATIONS.words in words
-        return replace(
-            self,
+        return self._replace(
             trained=0 if words & _ADAPTERS else self.trained,
             checkpoints=self.checkpoints or offloads or switches.CHECKPOINTING.words in words,
             offloads=offloads,

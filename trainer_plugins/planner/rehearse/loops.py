@@ -2,8 +2,7 @@
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainer_plugins.oldest import too_old
 from trainer_plugins.planner.plan import PlanError
@@ -38,8 +37,7 @@ def _triple(length: int, index: int) -> Row:
     return {**row, "reference": row["chosen"]}
 
 
-@dataclass(frozen=True, slots=True)
-class Loop:
+class Loop(NamedTuple):
     """Describes one of TRL's Trainers."""
 
     name: str  # prefix of the Trainer's and the config's name

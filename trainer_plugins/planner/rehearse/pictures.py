@@ -1,8 +1,7 @@
 """Build the images of a vision-language model from its config, in its processor's sizes."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,8 +12,7 @@ from trainer_plugins.planner.request import ConfigSource
 _USUAL_SIDE = 448  # pixels, if neither the config nor the user says
 
 
-@dataclass(frozen=True, slots=True)
-class Pictures:
+class Pictures(NamedTuple):
     """Describes the images of a row, and the inputs they add."""
 
     num_tokens: int  # of a row, that stand for images

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -14,8 +14,7 @@ from trainer_plugins.planner.rehearse.streamed import Streaming
 Batch = dict[str, object]
 
 
-@dataclass(frozen=True, slots=True)
-class Build:
+class Build(NamedTuple):
     """Holds the settings for building a Trainer, besides its source."""
 
     args: HfArguments  # the user's

@@ -2,8 +2,8 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from operator import attrgetter
+from typing import NamedTuple
 
 from trainer_plugins.finding import Finding
 from trainer_plugins.record.history import Timelines, entries_of, ranks_in_words
@@ -16,8 +16,7 @@ _AT_ONCE = 1000  # bands of one kind, and marks of one finding, over the whole r
 _TRAINING = ("train", "begin", "end")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Duration:
+class Duration(NamedTuple):
     """Holds the time that all charts of a run share."""
 
     began_seconds: float  # since the Unix epoch
@@ -31,8 +30,7 @@ class Duration:
         return int(_AT_ONCE * self.since(time_seconds) / self.seconds)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Noted:
+class Noted(NamedTuple):
     """Holds the worst finding of a code, with all moments at which ranks reported one."""
 
     number: int

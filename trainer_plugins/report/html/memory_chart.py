@@ -2,10 +2,9 @@
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from statistics import median_low
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainer_plugins.printable import printable
 from trainer_plugins.reading import MemoryReading
@@ -21,8 +20,7 @@ _FAR = 8  # a step this many times longer than usual would flatten the picture
 _ALIKE_FRACTION = 0.1  # ranks whose peaks are within this fraction of each other are alike
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryUse:
+class MemoryUse(NamedTuple):
     """Holds the highest figures of consecutive readings; each covers all since the one before."""
 
     began_seconds: float  # since the beginning of the picture, as the next one
@@ -73,9 +71,8 @@ def _alone(entries: Iterable[Entry], began_seconds: float) -> Iterator[MemoryUse
 
 
 def _join(some: Sequence[MemoryUse]) -> MemoryUse:
-    sizes = [each.name for each in fields(MemoryUse) if each.name.endswith("_bytes")]
-    return replace(
-        some[0],
+    sizes = [name for name in MemoryUse._fields if name.endswith("_bytes")]
+    return some[0]._replace(
         ended_seconds=some[-1].ended_seconds,
         last_step=some[-1].last_step,
         moments=tuple(dict.fromkeys(moment for each in some for moment in each.moments)),

@@ -5,9 +5,8 @@ import logging
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from time import perf_counter
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -27,8 +26,7 @@ logger = logging.getLogger(__name__)
 _NUM_FRAMES = 8
 
 
-@dataclass(frozen=True, slots=True)
-class DidNotFit:
+class DidNotFit(NamedTuple):
     """The words of an attempt's error. The error itself would keep frames and activations alive."""
 
     words: str

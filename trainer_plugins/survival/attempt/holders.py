@@ -9,7 +9,7 @@ from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -63,8 +63,7 @@ class Holder:
         return f"{self.path}.{name}" if self.path else str(name)
 
 
-@dataclass(frozen=True, slots=True)
-class Roots:
+class Roots(NamedTuple):
     """The start of a walk: objects by their paths, and places kept by their classes' code."""
 
     objects: Mapping[str, object]

@@ -3,11 +3,10 @@
 import math
 from collections import deque
 from collections.abc import Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache, partial
 from numbers import Number
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -44,8 +43,7 @@ _OPAQUE = object()  # stands for values that are no state: modules, functions, o
 _METRICS = ("_metrics", "_stored_metrics")
 
 
-@dataclass(frozen=True, slots=True)
-class Moved:
+class Moved(NamedTuple):
     """A change that a pass made in one place."""
 
     words: str  # the place, such as "`model.norm.steps`, a buffer of WarmsUp,"

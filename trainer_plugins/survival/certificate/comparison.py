@@ -2,9 +2,8 @@
 
 import math
 from collections.abc import Callable, Container, Iterator
-from dataclasses import dataclass
 from numbers import Number
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -54,8 +53,7 @@ class NotAdditiveError(IndivisibleError):
 Loss = Callable[[Inputs, Divided | None], torch.Tensor]  # of inputs, which may be a part
 
 
-@dataclass(frozen=True, slots=True)
-class Passes:
+class Passes(NamedTuple):
     """Everything needed to make passes comparable: each starts from the same state."""
 
     loss: Loss

@@ -1,8 +1,8 @@
 """Samples: chooses rows of a micro-batch, with two parts that should add up to the whole."""
 
 import math
-from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
@@ -14,8 +14,7 @@ SHORT = (4, 3, 2)  # sizes of short samples, in examples, in the order of trying
 _MOST_CLASSES = 64  # with more labels than this, they are tokens, not classes
 
 
-@dataclass(frozen=True, slots=True)
-class Probe:
+class Probe(NamedTuple):
     """Some examples, and the two parts that they are divided into."""
 
     whole: Inputs
@@ -33,8 +32,7 @@ class Probe:
         return [weight.share(weight.weigh(part, num), total) for part, num in pairs]
 
 
-@dataclass(frozen=True, slots=True)
-class Measurement:
+class Measurement(NamedTuple):
     """The result of measuring one sample."""
 
     sample: Probe
@@ -131,7 +129,7 @@ def pair_classes(layout: Layout, inputs: Inputs, new: frozenset[int]) -> list[Pr
         if parts_of_rows[rows[0]] < parts_of_rows[rows[1]]:
             sample = _halves(layout, layout.pick(inputs, rows), 2)
             words = f"2 of its rows, one with the label {one} and one without (1 + 1)"
-            samples.append(replace(sample, words=words))
+            samples.append(sample._replace(words=words))
     return samples
 
 

@@ -6,8 +6,7 @@ the losses that we allow, and measure each before use (`certificate.py`). All ot
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainer_plugins.accumulation.effect import OVER_ROWS
 from trainer_plugins.accumulation.modules import COUPLED_MODELS, rope_boundary
@@ -20,8 +19,7 @@ from trainer_plugins.survival.exact.seam import Seam
 from trainer_plugins.wrapped import base_model
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
+class Family(NamedTuple):
     """The common properties of one kind of losses."""
 
     layouts: tuple[Layout, ...]  # possible arrangements of examples, tried in order
@@ -38,8 +36,7 @@ VOUCH = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class NoFamily:
+class NoFamily(NamedTuple):
     """The reason a loss belongs to no family."""
 
     why: str
@@ -148,7 +145,7 @@ def family_of(
     boundary = rope_boundary(trainer.model)
     if boundary is None:
         return found
-    return replace(found, layouts=tuple(type(layout)(boundary) for layout in found.layouts))
+    return found._replace(layouts=tuple(type(layout)(boundary) for layout in found.layouts))
 
 
 def _is_regularized(trainer: HfTrainer) -> bool:
@@ -167,7 +164,7 @@ def _family_behind(
     if known is None or callable(trainer.compute_loss_func):
         return None
     family = _family_of_class(trainer, known)
-    return replace(family, delegated_to=known) if isinstance(family, Family) else family
+    return family._replace(delegated_to=known) if isinstance(family, Family) else family
 
 
 def _family_of(trainer: HfTrainer, compute_loss: Callable[..., Any]) -> Family | NoFamily:
@@ -212,7 +209,7 @@ def _family_of_model(trainer: HfTrainer) -> Family | NoFamily:
             return NoFamily(
                 f"the loss of {kind} compares each example with the others of the micro-batch"
             )
-        return replace(_SEEN_ROWS, coupling=Seam(trainer, towers))
+        return _SEEN_ROWS._replace(coupling=Seam(trainer, towers))
     owner = next(c for c in type(model).__mro__ if "forward" in vars(c))
     if not owner.__module__.startswith("transformers."):
         return _unknown(
@@ -246,7 +243,7 @@ def _family_of_sft(trainer: HfTrainer) -> Family | NoFamily:
         return _unknown(f"{replaced}, and it is unknown whether that loss can be split")
     # trl before 1.3 also averages entropy over prompts; with Liger there is an accuracy instead.
     return (
-        _CAUSAL if trainer.args.use_liger_kernel else replace(_CAUSAL, share=shares.ATTENDED_TOKENS)
+        _CAUSAL if trainer.args.use_liger_kernel else _CAUSAL._replace(share=shares.ATTENDED_TOKENS)
     )
 
 
@@ -259,7 +256,7 @@ def _family_of_dpo(trainer: Any) -> Family | NoFamily:
         return NoFamily('DPO\'s "sft" with use_weighting multiplies two means over the micro-batch')
     if kinds & {*_DPO_SORTED}:
         return _find_seam(trainer, _SEEN_PAIRS)
-    return replace(_PAIRS, coupling=coupled.dpo_with_sft(trainer)) if "sft" in kinds else _PAIRS
+    return _PAIRS._replace(coupling=coupled.dpo_with_sft(trainer)) if "sft" in kinds else _PAIRS
 
 
 def _find_seam(trainer: Any, family: Family) -> Family | NoFamily:
@@ -271,7 +268,7 @@ def _find_seam(trainer: Any, family: Family) -> Family | NoFamily:
             " install trl 1.16 or newer"
         )
     models = [trainer.model, *([ref] if (ref := trainer.ref_model) is not None else [])]
-    return replace(family, coupling=Seam(trainer, models))
+    return family._replace(coupling=Seam(trainer, models))
 
 
 _SENTENCES = {"SentenceTransformerTrainer", "MultiVectorEncoderTrainer"}  # the second as ColBERT
@@ -295,7 +292,7 @@ def _family_of_sentences(trainer: Any) -> Family | NoFamily:
             )
         if not {*loss.parameters()} <= weights:
             return NoFamily(f"{name} has weights outside the model, which survival does not track")
-    return replace(_SEEN_ROWS, coupling=Seam(trainer, [trainer.model]))
+    return _SEEN_ROWS._replace(coupling=Seam(trainer, [trainer.model]))
 
 
 def _family_of_grpo(trainer: Any) -> Family | NoFamily:
@@ -308,7 +305,7 @@ def _family_of_grpo(trainer: Any) -> Family | NoFamily:
         return NoFamily("entropy_coef and use_adaptive_entropy add a mean over all tokens")
     if getattr(trainer, "use_liger_loss", False):
         return NoFamily("GRPO with use_liger_loss is not supported: its kernel's loss is not known")
-    return replace(_COMPLETIONS, weights=(_GRPO[kind],))
+    return _COMPLETIONS._replace(weights=(_GRPO[kind],))
 
 
 _BY_TRAINER: dict[tuple[str, str], Callable[[HfTrainer], Family | NoFamily]] = {
@@ -318,8 +315,8 @@ _BY_TRAINER: dict[tuple[str, str], Callable[[HfTrainer], Family | NoFamily]] = {
     ("trl", "SFTTrainer"): _family_of_sft,
     ("trl", "RewardTrainer"): lambda _: _PAIRS,
     ("trl", "DPOTrainer"): _family_of_dpo,
-    ("trl", "ORPOTrainer"): lambda trainer: replace(_ROWS, coupling=coupled.orpo(trainer)),
-    ("trl", "CPOTrainer"): lambda trainer: replace(_ROWS, coupling=coupled.cpo(trainer)),
+    ("trl", "ORPOTrainer"): lambda trainer: _ROWS._replace(coupling=coupled.orpo(trainer)),
+    ("trl", "CPOTrainer"): lambda trainer: _ROWS._replace(coupling=coupled.cpo(trainer)),
     ("trl", "KTOTrainer"): lambda trainer: _find_seam(trainer, _SEEN_ROWS),
     ("trl", "GKDTrainer"): lambda _: _NEXT_TOKENS,
     ("trl", "GRPOTrainer"): _family_of_grpo,

@@ -1,8 +1,7 @@
 """Shares: the weight of some examples in a micro-batch, and short examples that reveal it."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -42,8 +41,7 @@ class IndivisibleError(ValueError):
     """Raised when a micro-batch cannot be divided exactly; the message says why."""
 
 
-@dataclass(frozen=True, slots=True)
-class Weight:
+class Weight(NamedTuple):
     """A measure of how much of the whole a piece is."""
 
     name: str  # description of the loss, such as "a mean over tokens"
