@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from shlex import quote
 from typing import NamedTuple
 
@@ -28,7 +29,8 @@ _WIDTH_WITH_TREND = 130
 MOST_PEAKS = 24  # in a trend
 
 
-class RankLine(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankLine:
     """Holds the state of one rank."""
 
     rank: int

@@ -1,6 +1,7 @@
 """Finds leaks: which kind of memory rises from step to step, and how many steps remain."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 from statistics import median
 from typing import NamedTuple, Protocol
@@ -45,7 +46,8 @@ class Footprint(NamedTuple):
         return cls(step, tensors, reading.cached_bytes, non_torch, host)
 
 
-class Growth(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Growth:
     """The rate at which one kind of memory rises, and the number of steps until it is full."""
 
     kind: str  # the field of `Footprint` that rises
@@ -182,7 +184,7 @@ def _count_gaps(rising: list[Growth], card: MemoryReading) -> list[Growth]:
     left_bytes = card.headroom_bytes - min(most_bytes, card.allocated_bytes * gaps / tensors)
     steps_left = max(0, int(left_bytes / (tensors + gaps)))
     return [
-        each._replace(steps_left=steps_left) if each.kind == "tensors" else each
+        replace(each, steps_left=steps_left) if each.kind == "tensors" else each
         for each in rising
         if each.kind != "cache"
     ]
