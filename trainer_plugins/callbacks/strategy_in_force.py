@@ -60,23 +60,18 @@ class StrategyInForce(RunCallback):
             trainer = calling_trainer()
             wrapper = model_of(event) if trainer is None else trainer.model_wrapped
             strategy = strategy_of(wrapper, event.get("optimizer"), args)
-            timeline = self.timeline_for(args)
-            host = socket.gethostname()
-            began = Beginning(
-                step=state.global_step, strategy=strategy, host=host, job=job(os.environ)
-            )
-            timeline.add(began)
-            found = [*verify(_read_request(args), strategy)]
-            if (wrong := allocator.check()) is not None:
-                found.append(wrong)
-            if trainer is not None and (wrong := _judge_summed_gradient(trainer)) is not None:
-                found.append(wrong)
+            step, timeline = state.global_step, self.timeline_for(args)
+            host, scheduled = socket.gethostname(), job(os.environ)
+            timeline.add(Beginning(step=step, strategy=strategy, host=host, job=scheduled))
+            summed = _judge_summed_gradient(trainer) if trainer is not None else None
+            others = filter(None, (allocator.check(), summed))
+            found = [*verify(_read_request(args), strategy), *others]
             if args.process_index == 0:
                 logger.info("training runs as %s", strategy)
             for finding in found:
                 _log_on_first_rank(finding, args)
             for finding in (*self._found_before, *found):  # the earlier ones were logged already
-                timeline.add(Remark(step=state.global_step, finding=finding))
+                timeline.add(Remark(step=step, finding=finding))
 
 
 def _judge_summed_gradient(trainer: HfTrainer) -> Finding | None:

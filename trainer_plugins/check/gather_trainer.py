@@ -245,8 +245,7 @@ def _data(trainer: HfTrainer, model: nn.Module, run: RunSettings) -> DataFacts:
         pads = sum(mask.count(0) for mask in masks)
         if pads:  # then the lengths include padding
             lengths = {index: sum(mask) for index, mask in enumerate(masks) if mask}
-        longest = sorted(lengths, key=lambda index: -lengths[index])
-        longest = longest[: run.rows]
+        longest = sorted(lengths, key=lambda index: -lengths[index])[: run.rows]
         batch, error = _collate(model, dataset, collate, longest)
         longest_target = _longest_target(model, read)
     inner = getattr(collate, "data_collator", collate)

@@ -15,7 +15,7 @@ from trainer_plugins.launch.masked import mask_command, mask_fields, mask_text
 from trainer_plugins.record.run_facts import Launch
 
 _LAUNCHERS = {"torchrun": "torchrun", "torch.distributed.run": "torchrun", "deepspeed": "deepspeed"}
-_EXPORTED = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
+EXPORTED = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 _DEEPSPEED_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 
 
@@ -69,7 +69,7 @@ def launch_of(environ: Mapping[str, str]) -> Launch:
         flags = launcher.flags()
         file = launcher.file(flags) if flags is not None else None
     # accelerate's exports count even without a launcher, or if the file has changed since.
-    exported = {name: text for name, text in environ.items() if name.startswith(_EXPORTED)}
+    exported = {name: text for name, text in environ.items() if name.startswith(EXPORTED)}
     named = exported.pop(_DEEPSPEED_FILE, None)
     document = read_deepspeed(named)
     if document.json_path is not None:

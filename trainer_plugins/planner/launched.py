@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from trainer_plugins.launch.launcher import EXPORTED
 from trainer_plugins.launch.lint.document import ConfigError, Document, read_document
 from trainer_plugins.launch.lint.schema import schema_findings
 from trainer_plugins.patched import Patches
@@ -18,7 +19,6 @@ _MALFORMED = (
     "config-removed-key",
 )
 _PLANNED = ("NO", "MULTI_GPU", "FSDP", "DEEPSPEED")
-_FREE_PORT = "0"
 
 
 def complete_launch(request: PlanRequest) -> PlanRequest:
@@ -105,12 +105,7 @@ def _environment(path: str, num_gpus: int) -> dict[str, str]:
     from accelerate.commands import launch
     from accelerate.utils import launch as prepare
 
-    flags = {
-        "--config_file": path,
-        "--num_processes": str(num_gpus),
-        "--main_process_port": _FREE_PORT,
-    }
-    asked = [text for flag in flags.items() for text in flag]
+    asked = ["--config_file", path, "--num_processes", str(num_gpus), "--main_process_port", "0"]
     started: list[Any] = []
     with Patches() as patches:
         for launcher in ("simple_launcher", "multi_gpu_launcher", "deepspeed_launcher"):
@@ -124,8 +119,4 @@ def _environment(path: str, num_gpus: int) -> dict[str, str]:
         exported = prepare.prepare_multi_gpu_env(args)
     else:
         _, exported = prepare.prepare_simple_launcher_cmd_env(args)
-    return {
-        key: value
-        for key, value in exported.items()
-        if key.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_"))
-    }
+    return {key: value for key, value in exported.items() if key.startswith(EXPORTED)}

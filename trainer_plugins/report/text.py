@@ -142,9 +142,4 @@ def _endless(run: Run, is_last: bool) -> list[Text]:
     if not run.silent_ranks:
         return []
     why = "it is still running" if is_last else "the process was killed, or its disk was full"
-    return [
-        Text(
-            f"{ranks_in_words(run.silent_ranks)}: the timeline does not end: {why}",
-            "yellow",
-        )
-    ]
+    return [Text(f"{ranks_in_words(run.silent_ranks)}: the timeline does not end: {why}", "yellow")]

@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from shlex import quote
-from typing import NamedTuple
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
@@ -88,7 +87,8 @@ def _growth(run: RankRun) -> Growth | None:
     return min(fatal, key=lambda growth: growth.steps_left, default=None)
 
 
-class TopPage(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class TopPage:
     """Renders the ranks of one run, fitted to the terminal's width."""
 
     run_dir: str

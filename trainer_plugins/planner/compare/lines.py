@@ -73,11 +73,9 @@ class SearchResult:
 def all_of(results: Sequence[SearchResult]) -> SearchResult:
     """Join the results for several sequence lengths; the best has the most tokens at once."""
 
-    def rank(result: SearchResult) -> tuple[bool, bool, int]:
+    def rank(result: SearchResult) -> tuple[bool, int]:
         best = result.best
-        if best is None:
-            return False, False, 0
-        return True, best.is_safe, best.micro_batch * best.sequence_length
+        return (best.is_safe, best.micro_batch * best.sequence_length) if best else (False, 0)
 
     lines = tuple(line for result in results for line in result.lines)
     return replace(max(results, key=rank), lines=lines)

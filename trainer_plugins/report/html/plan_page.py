@@ -57,7 +57,12 @@ def plan_chart(plan: MemoryPlan) -> Chart | None:
         return None
     outside = plan.context_bytes
     points = [point for _, some in stretches for point in some]
-    edges = _edges(stretches)
+    edges = [
+        round(number + at / len(some), 4)
+        for number, (_, some) in enumerate(stretches)
+        for at in range(len(some))
+    ]
+    edges.append(len(stretches))
     used = [outside + max(point) for point in points]
     peak = max(range(len(points)), key=lambda at: points[at][0])
     top, limit, key = draw_limit(max(used), plan.capacity_bytes)
@@ -94,15 +99,6 @@ def plan_chart(plan: MemoryPlan) -> Chart | None:
         ],
         others=key,
     )
-
-
-def _edges(stretches: Sequence[Stretch]) -> list[float]:
-    begins = [
-        round(number + at / len(some), 4)
-        for number, (_, some) in enumerate(stretches)
-        for at in range(len(some))
-    ]
-    return [*begins, float(len(stretches))]
 
 
 def _find_kept(stretches: Sequence[Stretch]) -> list[int]:
