@@ -14,13 +14,9 @@ from torch import Tensor, nn
 
 _PROMPT = "prompt_ids"
 _ANSWERS = (
-    "completion_ids",
-    "chosen_ids",
-    "rejected_ids",
-    "reference_ids",
-    "chosen_input_ids",
+    "completion_ids", "chosen_ids", "rejected_ids", "reference_ids", "chosen_input_ids",
     "rejected_input_ids",
-)
+)  # fmt: skip
 _ANSWER_WITH_PROMPT = "chosen_labels"  # TRL's ORPO and CPO start each answer with its prompt
 _OTHER_INPUTS = ("labels", "input_values", "input_features", "pixel_values")
 _LENGTH = "length"  # a column of lengths, if none holds tokens

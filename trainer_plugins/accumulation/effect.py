@@ -26,13 +26,11 @@ OVER_ROWS = (
     "ForVideoClassification",
     "ForAudioClassification",
 )
-_OVER_LABELS = (  # answers outside their row are not counted
-    "ForCausalLM",
-    "ForConditionalGeneration",
-    "ForMaskedLM",
-    "ForTokenClassification",
+# Answers outside their row are not counted.
+_OVER_LABELS = (
+    "ForCausalLM", "ForConditionalGeneration", "ForMaskedLM", "ForTokenClassification",
     "ForQuestionAnswering",
-)
+)  # fmt: skip
 _ANSWERS = ("start_positions", "end_positions")
 _COMPARES_ROWS = ("KTOTrainer", "BCOTrainer", "SentenceTransformerTrainer")
 

@@ -31,10 +31,7 @@ HEADROOM = Advice(
     price="tensors cannot use the memory that stays free",
     code="trainer.add_callback(trainer_plugins.Headroom(leave_fraction=0.05))",
 )
-MEMORY_FRACTION = replace(
-    HEADROOM,
-    code="torch.cuda.set_per_process_memory_fraction(0.95)",
-)
+MEMORY_FRACTION = replace(HEADROOM, code="torch.cuda.set_per_process_memory_fraction(0.95)")
 # NCCL 2.24 and later register it through cuMem, which WSL2 and some containers refuse.
 NO_CUMEM_HOST = Advice(
     effect="makes NCCL share main memory the older way, which WSL2 and containers allow",
@@ -108,9 +105,7 @@ ROCM_MEMORY = Advice(
     shell="rocm-smi --showmeminfo vram gtt",
 )
 ROCM_LOG = Advice(
-    effect="shows why the driver refused",
-    only_on=("HIP",),
-    shell="dmesg | grep -i amdgpu",
+    effect="shows why the driver refused", only_on=("HIP",), shell="dmesg | grep -i amdgpu"
 )
 # torch-xpu-ops#1406 (2025-03)
 CLOSE_OTHER_PROGRAMS = Advice(
@@ -253,10 +248,7 @@ SEARCH_BY_FAISS = Advice(
     price="needs faiss; or pip install -U sentence-transformers, which computes them in parts",
     code="mine_hard_negatives(..., use_faiss=True)",
 )
-LOOK_AT = Advice(
-    effect="shows which tensor is allocated there",
-    code="look at PLACE",
-)
+LOOK_AT = Advice(effect="shows which tensor is allocated there", code="look at PLACE")
 
 # For errors that are often mistaken for an OOM.
 WAIT_FOR_KERNELS = Advice(

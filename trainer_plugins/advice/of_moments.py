@@ -76,10 +76,7 @@ SAVE_WITHOUT_GATHER = Advice(
     price="`zero_to_fp32.py` joins the parts on the CPU",
     deepspeed='"stage3_gather_16bit_weights_on_model_save": false',
 )
-COPY_IN_MAIN_MEMORY = Advice(
-    effect="makes the copy in main memory",
-    code=".cpu() HOW at PLACE",
-)
+COPY_IN_MAIN_MEMORY = Advice(effect="makes the copy in main memory", code=".cpu() HOW at PLACE")
 SAVE_ONLY_MODEL = Advice(
     effect="leaves the optimizer states out of the checkpoint",
     price="you cannot resume the run from it",

@@ -135,12 +135,7 @@ def attention(facts: Facts) -> CheckLine | None:
         f" {longest:,} tokens, {percent(part)} of the device{why}",
         remedy=change,
         amount=float(scores),
-        data={
-            "bytes_a_layer": scores,
-            "num_rows": rows,
-            "num_tokens": longest,
-            "fraction": part,
-        },
+        data={"bytes_a_layer": scores, "num_rows": rows, "num_tokens": longest, "fraction": part},
     )
     return CheckLine("attention", seen, (finding,))
 

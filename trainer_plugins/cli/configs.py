@@ -152,11 +152,7 @@ def check(
         training = None if training_args is None else training_arguments(shlex.split(training_args))
         document = read_document(file)
         findings = judge_document(
-            document,
-            training=training,
-            num_params=params,
-            num_ranks=num_gpus,
-            host=host,
+            document, training=training, num_params=params, num_ranks=num_gpus, host=host
         )
     findings += tuple(lock_findings(read_locks(os.environ), find_needed_by(document)))
     if as_json:

@@ -55,10 +55,7 @@ def command_in(words: Sequence[str]) -> Sequence[str]:
 
 
 def variations_of_model(
-    run: RunOptions,
-    flags: Sequence[str],
-    answer: "AnswerOptions",
-    options: DryOptions,
+    run: RunOptions, flags: Sequence[str], answer: "AnswerOptions", options: DryOptions
 ) -> list[Variations]:
     """Return the dry runs of a model, one for each requested sequence length."""
     words = [word for flag in flags for word in flag.split("=", 1)]

@@ -20,12 +20,7 @@ from trainer_plugins.devices.nvml_cards import cards_in_words, driver_version
 from trainer_plugins.launch.masked import mask_text
 from trainer_plugins.record.run_facts import Place, RunFacts
 
-_LIMITS = (
-    "SLURM_MEM_PER_NODE",
-    "SLURM_MEM_PER_CPU",
-    "SLURM_MEM_PER_GPU",
-    "SLURM_CPUS_ON_NODE",
-)
+_LIMITS = ("SLURM_MEM_PER_NODE", "SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU", "SLURM_CPUS_ON_NODE")
 _PACKAGES = (
     "trainer-plugins", "torch", "transformers", "accelerate", "trl", "peft", "deepspeed",
     "bitsandbytes", "liger-kernel", "flash-attn", "unsloth", "vllm", "datasets", "triton",

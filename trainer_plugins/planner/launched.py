@@ -13,11 +13,8 @@ from trainer_plugins.planner.request import PlanRequest, fill_in_nodes, nodes_of
 
 # Findings about malformed files, which stop a launch or launch something other than intended.
 _MALFORMED = (
-    "config-duplicate-key",
-    "config-unknown-key",
-    "config-wrong-type",
-    "config-removed-key",
-)
+    "config-duplicate-key", "config-unknown-key", "config-wrong-type", "config-removed-key",
+)  # fmt: skip
 _PLANNED = ("NO", "MULTI_GPU", "FSDP", "DEEPSPEED")
 
 

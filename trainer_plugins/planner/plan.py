@@ -11,19 +11,12 @@ Moment = Literal[
     "load", "forward", "backward", "optimizer step", "evaluation", "generation", "save", "resume"
 ]  # of a run
 
+# The use of memory, in the breakdown at the peak.
 Category = Literal[
-    "weights",
-    "frozen weights",
-    "gradients",
-    "optimizer states",
-    "activations",
-    "autocast copies of weights",
-    "logits and loss",
-    "KV cache",
-    "sharding buffers",
-    "vLLM",
+    "weights", "frozen weights", "gradients", "optimizer states", "activations",
+    "autocast copies of weights", "logits and loss", "KV cache", "sharding buffers", "vLLM",
     "workspaces",
-]  # the use of memory, in the breakdown at the peak
+]  # fmt: skip
 
 MOMENTS: tuple[Moment, ...] = get_args(Moment)  # in the order of a run
 

@@ -138,10 +138,7 @@ class OomRecord:
         if self.reading is None:
             return None
         return Sample(
-            step=self.step,
-            moment=self.moment,
-            reading=self.reading,
-            time_seconds=self.time_seconds,
+            step=self.step, moment=self.moment, reading=self.reading, time_seconds=self.time_seconds
         )
 
     @property

@@ -9,12 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from trainer_plugins.printable import printable
-from trainer_plugins.snapshot.pickled import (
-    NotReadableError,
-    load,
-    load_own,
-    pause_collection,
-)
+from trainer_plugins.snapshot.pickled import NotReadableError, load, load_own, pause_collection
 from trainer_plugins.units import GIB
 
 Action = Literal["alloc", "free", "segment_alloc", "segment_free", "oom"]

@@ -293,9 +293,7 @@ def _models_counted(ledger: "_Ledger") -> tuple[LiveModel, ...]:
     del roots[_MOST_MODELS:]  # a slice of it would count as a holder
     return tuple(
         LiveModel(
-            name=type(model).__name__,
-            num_bytes=sizes[id(model)],
-            holder=_holder(model, roots),
+            name=type(model).__name__, num_bytes=sizes[id(model)], holder=_holder(model, roots)
         )
         for model in roots
         if sizes[id(model)]

@@ -27,22 +27,18 @@ def judge_ending(history: History, folder: Path) -> Finding | None:
     facts = known[-1] if known and known[-1].time_seconds > began_seconds - 60 else None
     if facts is not None and is_running(facts, here):
         return None
-    if history.cut_off >= {*last.silent_ranks}:
-        return _report_no_room(last)
     silent = last.silent_ranks
+    if history.cut_off >= {*silent}:
+        return Finding.warning(
+            code="timeline-cut-off",
+            summary="how the run ended is unknown: the disk was too full for the last entries of"
+            f" {_names(last, silent)}",
+            evidence="; ".join(_evidence(last, silent)),
+            remedy="Look at the end of its log, and free some space in output_dir before the next"
+            " run.",
+        )
     first = first_that_ended(folder, began_seconds) if len(silent) == len(last.timelines) else None
     return _cut_off(last, facts, here, silent if first not in silent else [first])
-
-
-def _report_no_room(run: Run) -> Finding:
-    silent = run.silent_ranks
-    return Finding.warning(
-        code="timeline-cut-off",
-        summary="how the run ended is unknown: the disk was too full for the last entries of"
-        f" {_names(run, silent)}",
-        evidence="; ".join(_evidence(run, silent)),
-        remedy="Look at the end of its log, and free some space in output_dir before the next run.",
-    )
 
 
 def _cut_off(run: Run, facts: RunFacts | None, here: Place, silent: list[int]) -> Finding:

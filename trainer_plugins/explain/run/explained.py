@@ -20,13 +20,7 @@ from trainer_plugins.explain.text import remedies as of_text
 from trainer_plugins.explain.text.causes.off_card import WORKER_KILLED
 from trainer_plugins.finding import Finding
 from trainer_plugins.printable import printable
-from trainer_plugins.record.history import (
-    History,
-    Run,
-    entries_of,
-    missing_in_words,
-    read_history,
-)
+from trainer_plugins.record.history import History, Run, entries_of, missing_in_words, read_history
 from trainer_plugins.record.oom_record import (
     OomRecord,
     Planned,

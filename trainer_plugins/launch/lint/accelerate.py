@@ -15,12 +15,9 @@ _SECTIONS = {
 }
 # accelerate 1.15's FullyShardedDataParallelPlugin warns about these under version 2 and drops them.
 _FSDP1_ONLY = (
-    "sharding_strategy",
-    "backward_prefetch",
-    "use_orig_params",
-    "sync_module_states",
+    "sharding_strategy", "backward_prefetch", "use_orig_params", "sync_module_states",
     "forward_prefetch",
-)
+)  # fmt: skip
 _FSDP_WORDS = {
     "auto_wrap_policy": ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"),
     "state_dict_type": ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"),

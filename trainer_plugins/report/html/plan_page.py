@@ -5,14 +5,7 @@ from dataclasses import asdict
 from itertools import groupby
 
 from trainer_plugins.planner.plan import MemoryPlan, Moment
-from trainer_plugins.report.html.chart import (
-    Chart,
-    Dot,
-    Span,
-    areas_of_card,
-    colour_of,
-    draw_limit,
-)
+from trainer_plugins.report.html.chart import Chart, Dot, Span, areas_of_card, colour_of, draw_limit
 from trainer_plugins.report.html.page import Page, page
 from trainer_plugins.report.plan_text import (
     describe_planned,

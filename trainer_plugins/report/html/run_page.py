@@ -11,11 +11,7 @@ from trainer_plugins.explain.answer import GRADES, Explanation
 from trainer_plugins.explain.run import explain_run
 from trainer_plugins.explain.run.ending import judge_ending
 from trainer_plugins.finding import Finding, Severity
-from trainer_plugins.planner.calibrate import (
-    differences_of,
-    peaks_as_seen,
-    refuse_another_run,
-)
+from trainer_plugins.planner.calibrate import differences_of, peaks_as_seen, refuse_another_run
 from trainer_plugins.planner.plan import MemoryPlan
 from trainer_plugins.printable import printable
 from trainer_plugins.record.history import History, Run, entries_of, read_history

@@ -56,11 +56,7 @@ class State:
     """Keeps values reachable from roots, and a model's other buffers, to compare and restore."""
 
     def __init__(
-        self,
-        roots: Roots,
-        model: nn.Module | None = None,
-        *,
-        has_parameters: bool = False,
+        self, roots: Roots, model: nn.Module | None = None, *, has_parameters: bool = False
     ) -> None:
         self._kept: list[tuple[Holder, Contents]] = []
         self._draws: list[tuple[Holder, Contents]] = []  # generators, and their states

@@ -5,25 +5,11 @@ import sys
 from collections.abc import Iterator
 from types import CodeType
 
-_LIBRARIES = frozenset(
-    (
-        "accelerate",
-        "bitsandbytes",
-        "deepspeed",
-        "kernels",
-        "liger_kernel",
-        "peft",
-        "pyarrow",
-        "tokenizers",
-        "torch",
-        "torchao",
-        "trainer_plugins",
-        "transformer_engine",
-        "transformers",
-        "trl",
-        "wandb",
-    )
-)
+_LIBRARIES = frozenset((
+    "accelerate", "bitsandbytes", "deepspeed", "kernels", "liger_kernel", "peft", "pyarrow",
+    "tokenizers", "torch", "torchao", "trainer_plugins", "transformer_engine", "transformers",
+    "trl", "wandb",
+))  # fmt: skip
 _KNOWN = _LIBRARIES | sys.stdlib_module_names
 
 

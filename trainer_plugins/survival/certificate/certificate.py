@@ -51,12 +51,7 @@ class Certificate:
     """Measures which weights make pieces add up, in a run or (for losses) its evaluations."""
 
     def __init__(
-        self,
-        ranks: Ranks,
-        family: Family,
-        roots: Roots,
-        *,
-        is_trained: bool = True,
+        self, ranks: Ranks, family: Family, roots: Roots, *, is_trained: bool = True
     ) -> None:
         self._ranks, self._family, self._is_trained = ranks, family, is_trained
         self._roots = roots

@@ -98,20 +98,9 @@ _BY_NAME = {
 }
 
 _DPO = (
-    "sigmoid",
-    "sigmoid_norm",
-    "hinge",
-    "ipo",
-    "exo_pair",
-    "nca_pair",
-    "robust",
-    "sppo_hard",
-    "apo_zero",
-    "apo_down",
-    "discopop",
-    "sft",
-    "bco_pair",
-)
+    "sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "sppo_hard",
+    "apo_zero", "apo_down", "discopop", "sft", "bco_pair",
+)  # fmt: skip
 _DPO_SORTED = ("aot", "aot_unpaired")  # these compare pairs
 
 _GRPO = {

@@ -20,14 +20,10 @@ IGNORED = -100  # the label that every loss of transformers ignores
 
 PROBE_TOKENS = 16  # tokens per example in a probe: enough to show how a loss adds up
 
+# Name endings of tensors with one column per token.
 TEXT = (
-    "input_ids",
-    "attention_mask",
-    "labels",
-    "position_ids",
-    "token_type_ids",
-    "completion_mask",
-)  # name endings of tensors with one column per token
+    "input_ids", "attention_mask", "labels", "position_ids", "token_type_ids", "completion_mask",
+)  # fmt: skip
 
 _FEW = 3  # fewest tokens in a probe's partly labelled row
 

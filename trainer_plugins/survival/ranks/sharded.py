@@ -25,13 +25,7 @@ from trainer_plugins.survival.attempt.state import RestorePoint
 from trainer_plugins.survival.exact.shares import IndivisibleError
 from trainer_plugins.survival.limit.halving import most
 from trainer_plugins.survival.micro_batch import MicroBatch
-from trainer_plugins.survival.ranks.alone import (
-    Compute,
-    Gradient,
-    HowToRecover,
-    Loss,
-    Together,
-)
+from trainer_plugins.survival.ranks.alone import Compute, Gradient, HowToRecover, Loss, Together
 from trainer_plugins.survival.ranks.ledger import Ledger
 from trainer_plugins.wrapped import local_tensor
 

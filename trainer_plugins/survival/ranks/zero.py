@@ -27,13 +27,7 @@ from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.survival.attempt.attempt import DidNotFit, card_of
 from trainer_plugins.survival.limit.halving import most
 from trainer_plugins.survival.limit.limit import SLACK, predict_peak, read_allowed_bytes
-from trainer_plugins.survival.ranks.alone import (
-    Compute,
-    Gradient,
-    HowToRecover,
-    Loss,
-    Together,
-)
+from trainer_plugins.survival.ranks.alone import Compute, Gradient, HowToRecover, Loss, Together
 from trainer_plugins.upkeep.agreement import ranks_store
 
 _OPTIMIZERS = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3")

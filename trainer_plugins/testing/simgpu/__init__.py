@@ -49,16 +49,9 @@ from trainer_plugins.testing.simgpu.build import SimgpuUnavailable, unavailable_
 from trainer_plugins.units import MIB, size
 
 __all__ = [
-    "SimCard",
-    "SimgpuUnavailable",
-    "allocations",
-    "card",
-    "enable",
-    "fail_at",
-    "is_enabled",
-    "set_capacity",
-    "unavailable_reason",
-]
+    "SimCard", "SimgpuUnavailable", "allocations", "card", "enable", "fail_at", "is_enabled",
+    "set_capacity", "unavailable_reason",
+]  # fmt: skip
 
 _SMALLEST_CAPACITY_BYTES = 2 * MIB  # one segment of the small pool
 
