@@ -6,7 +6,7 @@ import math
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
-from typing import Any, NamedTuple, TypeAlias, TypeGuard
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -154,9 +154,10 @@ def _measure_rows(dataset: Any, seconds: float) -> Lengths:
     for index in _spread(len(dataset)):
         row = dataset[index]
         looked.append(index)
-        found.append(
-            {name: _size(row[name]) for name in _choose_counted([*row])} if _is_row(row) else {}
-        )
+        # a dict, or a similar object such as a `BatchEncoding`
+        has_names = isinstance(row, Mapping) or hasattr(row, "keys")
+        names = _choose_counted([*row]) if has_names else []
+        found.append({name: _size(row[name]) for name in names})
         if time.monotonic() > until:
             break
     rows = np.array(looked, np.int64)
@@ -166,11 +167,6 @@ def _measure_rows(dataset: Any, seconds: float) -> Lengths:
         for name in {name: None for lengths in found for name in lengths}
     }
     return Lengths(rows[order], columns, len(dataset))
-
-
-def _is_row(row: object) -> TypeGuard[Mapping[str, object]]:
-    """Return whether a row has names: a dict, or a similar object such as a `BatchEncoding`."""
-    return isinstance(row, Mapping) or hasattr(row, "keys")
 
 
 def _spread(num: int) -> Iterator[int]:

@@ -143,8 +143,7 @@ def _pairs(settings: Sequence[Setting], given: str, machine: Machine) -> Iterato
             evidence=f"{given}; the collector skips them (pytorch#134338)",
             remedy="Remove garbage_collection_threshold.",
         )
-    blocker = expandable_blocker(machine)
-    if blocker:
+    if blocker := expandable_blocker(machine):
         yield Finding.warning(
             code="allocator-expandable-unsupported",
             summary="expandable_segments:True does not work here, or is harmful",
@@ -161,8 +160,7 @@ def choose(variables: Variables, machine: Machine) -> tuple[dict[str, str], str]
     """
     own = variables.select_for_platform(machine)
     if not own:
-        blocker = expandable_blocker(machine)
-        if blocker:
+        if blocker := expandable_blocker(machine):
             return {}, f"no allocator settings: {blocker}"
         return {CUDA: OURS}, "expandable segments, against fragmentation; every torch reads this"
     if len(set(own.values())) > 1:

@@ -144,17 +144,13 @@ class RunCallback(TrainerCallback):
         if any(isinstance(one, type(self)) for one in self._users_own()):
             return True
         # All callbacks of a run share the state, and attributes beside its fields are never saved.
-        numbers = (
-            vars(state).setdefault("_memory_callbacks", {}).setdefault(type(self).__name__, [])
-        )
+        name, callbacks = type(self).__name__, vars(state).setdefault("_memory_callbacks", {})
+        numbers = callbacks.setdefault(name, [])
         if self._number not in numbers:
             numbers.append(self._number)
             is_twice = self._keep_first_place()
             if is_twice or numbers[0] != self._number:
-                logger.warning(
-                    "%s was added twice: the second one has no effect. Remove one",
-                    type(self).__name__,
-                )
+                logger.warning("%s was added twice: the second one has no effect. Remove one", name)
         return bool(numbers[0] != self._number)
 
     def _keep_first_place(self) -> bool:

@@ -181,16 +181,8 @@ def graphs(facts: Facts) -> CheckLine | None:
 
 
 CHECKS: tuple[Check, ...] = (
-    one_process,
-    batch_size,
-    gradient,
-    evaluation,
-    generation,
-    vllm,
-    graphs,
-    saves,
-    best_model,
-)
+    one_process, batch_size, gradient, evaluation, generation, vllm, graphs, saves, best_model,
+)  # fmt: skip
 
 
 def _judge_gathered_logits(facts: Facts, run: RunSettings) -> Iterator[Finding]:

@@ -242,8 +242,8 @@ def gradients(facts: Facts) -> CheckLine | None:
 
 
 CHECKS: tuple[Check, ...] = (
-    *(copies, dtypes, frozen, states, gradients, checkpoints, attention, cache, logits),
-)
+    copies, dtypes, frozen, states, gradients, checkpoints, attention, cache, logits,
+)  # fmt: skip
 
 
 def _device(facts: Facts) -> int:

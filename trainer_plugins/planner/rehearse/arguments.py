@@ -78,9 +78,8 @@ def _parse(source: ConfigSource) -> HfArguments:
         raise PlanError(why) from exit_
     if unknown:
         flag = unknown[0].split("=")[0]
-        near = nearest(
-            flag.lstrip("-"), [each.lstrip("-") for each in parser._option_string_actions]
-        )
+        known = [each.lstrip("-") for each in parser._option_string_actions]
+        near = nearest(flag.lstrip("-"), known)
         is_of_trl = source.trainer is None and flag.lstrip("-") in sft_argument_names()
         knower = kind.__name__ if source.trainer is not None else "TrainingArguments"
         hint = f". Did you mean --{near}?" if near else ". It belongs to --trainer sft" * is_of_trl
@@ -91,11 +90,8 @@ def _parse(source: ConfigSource) -> HfArguments:
 
 def _row_length(source: ConfigSource, kind: Any) -> Sequence[str]:
     """Make TRL cut rows at the user's length, not at its own default."""
-    if (
-        not source.has_length
-        or source.trainer is None
-        or source.find_flag("max_length") is not None
-    ):
+    has_own = source.find_flag("max_length") is not None
+    if has_own or not source.has_length or source.trainer is None:
         return ()
     takes_it = "max_length" in {field.name for field in dataclasses.fields(kind)}
     return ("--max_length", str(source.sequence_length)) if takes_it else ()

@@ -178,11 +178,8 @@ def _labels(model: Any, source: ConfigSource) -> dict[str, tuple[int, ...]]:
 
 def _set_what_labels_need(config: Any) -> list[str]:
     """Set the token ids that shift labels into decoder inputs, if the config has none; say so."""
-    missing = [
-        name
-        for name in ("decoder_start_token_id", "pad_token_id")
-        if getattr(config, name, None) is None
-    ]
+    names = ("decoder_start_token_id", "pad_token_id")
+    missing = [name for name in names if getattr(config, name, None) is None]
     for name in missing:
         setattr(config, name, 0)
     return [

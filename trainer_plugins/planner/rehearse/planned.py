@@ -62,11 +62,8 @@ def describe_run(request: PlanRequest, trainer: Any, args: HfArguments) -> dict[
 def _length(source: ConfigSource, args: Any) -> dict[str, str]:
     """Describe the length of rows: TRL cuts them, and fills packed ones."""
     length, most = source.sequence_length, getattr(args, "max_length", None)
-    if (
-        source.trainer is None
-        or not most
-        or (length <= most and not getattr(args, "packing", False))
-    ):
+    is_packed = getattr(args, "packing", False)
+    if source.trainer is None or not most or (length <= most and not is_packed):
         return {"length": f"{length} tokens"}
     said = {"length": f"{most} tokens"}
     if source.has_length and most < length:
