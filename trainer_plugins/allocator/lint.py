@@ -59,11 +59,8 @@ def _names(variables: Variables, machine: Machine) -> Iterator[Finding]:
     foreign = [name for name in texts if name not in names_known(machine)]
     if foreign or (texts and read_name is None):
         ignored = foreign[0] if foreign else next(iter(texts))
-        why = (
-            "only a ROCm build of torch reads it"
-            if foreign
-            else f"on a card {machine.torch_name} only reads {CUDA}"
-        )
+        of_rocm = "only a ROCm build of torch reads it"
+        why = of_rocm if foreign else f"on a card {machine.torch_name} only reads {CUDA}"
         yield Finding(
             code="allocator-name-not-read",
             severity=Severity.ERROR if read_name is None else Severity.WARNING,

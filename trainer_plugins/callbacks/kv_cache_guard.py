@@ -48,11 +48,8 @@ def _switch_to_inference(
 ) -> Iterator[None]:
     # A generation config, by name or as second argument, is the caller's decision about the cache.
     # A model with its own `generate` may not have a cache.
-    if (
-        len(args) < 2
-        and kwargs.get("generation_config") is None
-        and isinstance(base_model(model), GenerationMixin)
-    ):
+    may_have_one = isinstance(base_model(model), GenerationMixin)
+    if may_have_one and len(args) < 2 and kwargs.get("generation_config") is None:
         kwargs.setdefault("use_cache", True)
     with inference_mode_of(model):
         yield

@@ -31,15 +31,10 @@ _REFUSALS = {
 """Words in errors that the wall causes, each with the cause and the fix."""
 
 OFFLINE = {
-    "HF_HUB_OFFLINE": "1",
-    "WANDB_MODE": "disabled",
-    "COMET_MODE": "disabled",
-    "CLEARML_OFFLINE_MODE": "1",
+    **dict.fromkeys(("HF_HUB_OFFLINE", "CLEARML_OFFLINE_MODE", "TRACKIO_DISABLED"), "1"),
+    **dict.fromkeys(("DO_NOT_TRACK", "AXOLOTL_DO_NOT_TRACK"), "1"),
+    **dict.fromkeys(("WANDB_MODE", "COMET_MODE", "SWANLAB_MODE"), "disabled"),
     "DISABLE_MLFLOW_INTEGRATION": "TRUE",
-    "SWANLAB_MODE": "disabled",
-    "TRACKIO_DISABLED": "1",
-    "AXOLOTL_DO_NOT_TRACK": "1",
-    "DO_NOT_TRACK": "1",
 }
 """Trackers and the hub read these on import, so they have to be set before Python starts."""
 

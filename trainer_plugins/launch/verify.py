@@ -100,12 +100,9 @@ def _missing_ranks(asked: Asked, runs: Strategy) -> tuple[str, str]:
 
 def _wrapper(asked: Asked, runs: Strategy) -> Iterator[Finding]:
     meant = asked.family
-    if (
-        meant in (None, runs.family)
-        or runs.family == "unknown"
-        or runs.world_size < (asked.world_size or 1)
-    ):
-        return  # missing ranks have their own finding
+    lacks_ranks = runs.world_size < (asked.world_size or 1)  # they have their own finding
+    if lacks_ranks or meant in (None, runs.family) or runs.family == "unknown":
+        return
     if meant == "DDP" and (runs.world_size == 1 or runs.num_partitioned):
         # One rank needs no wrapper, and transformers does not use one with tensor parallelism.
         return

@@ -124,10 +124,8 @@ def failures_of(timelines: Timelines) -> list[tuple[int, Failure]]:
 
 def strategies_of(timelines: Timelines) -> list[str]:
     """Name the strategies with which a run began or resumed, once if all ranks agree."""
-    began = (
-        f"from step {entry.step}: {entry.strategy}" for _, entry in entries_of(timelines, Beginning)
-    )
-    return [*dict.fromkeys(began)]
+    began = (entry for _, entry in entries_of(timelines, Beginning))
+    return [*dict.fromkeys(f"from step {each.step}: {each.strategy}" for each in began)]
 
 
 def places_of(run: Run) -> list[str]:

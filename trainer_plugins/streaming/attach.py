@@ -134,10 +134,8 @@ def _find_refusals(trainer: Trainer, allow_generation: bool) -> Iterator[str]:
         yield f"nn.DataParallel copies the model to {args.n_gpu} cards: start one process per card"
     if args.torch_compile or will_be_compiled():
         yield "torch.compile reads weights where they were when it compiled: turn it off"
-    generates = getattr(args, "predict_with_generate", False) or hasattr(
-        trainer, "_generate_and_score_completions"
-    )
-    if generates and not allow_generation:
+    is_online = hasattr(trainer, "_generate_and_score_completions")
+    if (is_online or getattr(args, "predict_with_generate", False)) and not allow_generation:
         yield (
             "this run generates, which copies the full base for each token: accept that with"
             " allow_generation=True"

@@ -57,10 +57,5 @@ def _get_embeddings(model: nn.Module, getter: str) -> list[nn.Module]:
 def is_streamable(weight: nn.Parameter) -> bool:
     """Return whether a weight is a frozen matrix of a known kind."""
     is_quantised = getattr(weight, "bnb_quantized", True)  # if not, its first move quantises it
-    return (
-        type(weight).__name__ in _KINDS
-        and not weight.requires_grad
-        and weight.ndim > 1
-        and weight.dtype != torch.int8
-        and is_quantised
-    )
+    is_known = type(weight).__name__ in _KINDS and weight.dtype != torch.int8
+    return is_known and is_quantised and weight.ndim > 1 and not weight.requires_grad

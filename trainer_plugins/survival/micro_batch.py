@@ -116,11 +116,8 @@ class Handed:
         self._edge = None
 
     def _is_untouched(self, loss: torch.Tensor) -> bool:
-        return (
-            self._edge is not None
-            and loss.grad_fn is self._edge.node
-            and loss.output_nr == self._edge.output_nr
-        )
+        edge = self._edge
+        return edge is not None and loss.grad_fn is edge.node and loss.output_nr == edge.output_nr
 
     def _compare(self, got: float, dtype: torch.dtype) -> str:
         # IEEE 754 rounds correctly: a factor representable in these types comes out unchanged. For

@@ -180,11 +180,8 @@ class MemoryWatch:
         self._look_at_host_at = monotonic() + HOST_EVERY_SECONDS
         facts = self._host.facts()
         self._host_reading = self._host.read()
-        return (
-            host_pressure(self._host_reading, self.budget),
-            oom_kills(self._host_facts, facts),
-            judge_shared_memory(facts),
-        )
+        full = host_pressure(self._host_reading, self.budget)
+        return full, oom_kills(self._host_facts, facts), judge_shared_memory(facts)
 
     def _judge_growth(self, reading: MemoryReading, step: int, moment: str) -> list[Finding]:
         if moment in ("save", "eval"):
@@ -260,9 +257,8 @@ class MemoryWatch:
     def _report(self, found: list[Finding], step: int) -> list[Finding]:
         told = [self.teller.tell(each, step) if self.teller else each for each in found]
         for place, leak in enumerate(told):
-            if leak.code == "leak-non-torch" and (
-                named := helpers(self.device.processes(), own_pids())
-            ):
+            is_outside = leak.code == "leak-non-torch"
+            if is_outside and (named := helpers(self.device.processes(), own_pids())):
                 also = f"{leak.evidence}; also of this run, on this card: {named}"
                 told[place] = replace(leak, evidence=also)
         return told

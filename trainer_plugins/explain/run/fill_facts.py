@@ -151,11 +151,8 @@ def _read_others(facts: OomFacts, case: Case) -> OomFacts:
 def _read_steps(facts: OomFacts, case: Case) -> OomFacts:
     steps, record = case.live_after_steps, case.record
     rising = [after[1] > before[1] for before, after in pairwise(steps)]
-    if (
-        len(steps) >= _FEWEST_STEPS
-        and sum(rising) >= 0.8 * len(rising)
-        and case.risen_bytes >= 0.1 * case.total_bytes
-    ):
+    rises = len(steps) >= _FEWEST_STEPS and sum(rising) >= 0.8 * len(rising)
+    if rises and case.risen_bytes >= 0.1 * case.total_bytes:
         remarks = (each.finding for each in reversed(case.entries) if isinstance(each, Remark))
         noted = next((each for each in remarks if each.code == "leak-tensors"), None)
         facts = replace(

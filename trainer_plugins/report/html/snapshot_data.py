@@ -127,13 +127,9 @@ class _Stacks:
             if frame.file not in self._short:
                 self._short[frame.file] = (_shorten(frame.file), int(is_users(frame.file)))
             file, is_own = self._short[frame.file]
-            key = (
-                self._files.setdefault(file, len(self._files)),
-                frame.line,
-                self._names.setdefault(printable(frame.name), len(self._names)),
-                is_own,
-            )
-            number = self._frames.setdefault(key, len(self._frames))
+            place = self._files.setdefault(file, len(self._files))
+            name = self._names.setdefault(printable(frame.name), len(self._names))
+            number = self._frames.setdefault((place, frame.line, name, is_own), len(self._frames))
             node = self._nodes.setdefault((node, number), len(self._nodes))
         return node
 

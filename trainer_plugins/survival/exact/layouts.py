@@ -255,12 +255,9 @@ def _dims(value: object) -> int:
 
 
 def _is_text(value: object) -> bool:
-    return (
-        torch.is_tensor(value)
-        and value.dim() == 2
-        and value.size(1) > 0
-        and not value.is_floating_point()
-    )
+    if not torch.is_tensor(value) or value.dim() != 2:
+        return False
+    return value.size(1) > 0 and not value.is_floating_point()
 
 
 def _is_shared(name: str, value: object) -> bool:

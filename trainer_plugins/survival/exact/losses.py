@@ -231,9 +231,8 @@ def _family_of_sft(trainer: HfTrainer) -> Family | NoFamily:
     if replaced := find_replaced_loss(trainer.model):
         return _unknown(f"{replaced}, and it is unknown whether that loss can be split")
     # trl before 1.3 also averages entropy over prompts; with Liger there is an accuracy instead.
-    return (
-        _CAUSAL if trainer.args.use_liger_kernel else _CAUSAL._replace(share=shares.ATTENDED_TOKENS)
-    )
+    share = _CAUSAL.share if trainer.args.use_liger_kernel else shares.ATTENDED_TOKENS
+    return _CAUSAL._replace(share=share)
 
 
 def _family_of_dpo(trainer: Any) -> Family | NoFamily:

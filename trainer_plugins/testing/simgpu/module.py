@@ -52,10 +52,8 @@ def make_module(
 def _device(num_indices: int) -> Functions:
     """Return the functions for devices, the only stream, and the CPU's generator (device.h)."""
     return {
-        "is_available": lambda: True,
-        "is_initialized": lambda: True,
-        "init": lambda: None,
-        "_lazy_init": lambda: None,
+        **dict.fromkeys(("is_available", "is_initialized"), lambda: True),
+        **dict.fromkeys(("init", "_lazy_init"), lambda: None),
         "_is_in_bad_fork": lambda: False,
         "device_count": lambda: num_indices,
         "current_device": lambda: 0,
@@ -67,10 +65,8 @@ def _device(num_indices: int) -> Functions:
         "stream": contextlib.nullcontext,
         "current_stream": lambda device=None: torch.accelerator.current_stream(),
         "default_stream": lambda device=None: torch.accelerator.current_stream(),
-        "manual_seed": torch.default_generator.manual_seed,
-        "manual_seed_all": torch.default_generator.manual_seed,
-        "seed": torch.seed,
-        "seed_all": torch.seed,
+        **dict.fromkeys(("manual_seed", "manual_seed_all"), torch.default_generator.manual_seed),
+        **dict.fromkeys(("seed", "seed_all"), torch.seed),
         "initial_seed": torch.initial_seed,
         "get_rng_state": lambda device=None: torch.get_rng_state(),
         "get_rng_state_all": lambda: [torch.get_rng_state()],
