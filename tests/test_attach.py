@@ -19,6 +19,7 @@ from transformers import (
 
 from tests.offers import install, install_transformers
 from tests.test_protect import ALL, MyWatchdog, Refuses, kinds
+from tests.written import read_steps
 from trainer_plugins import (
     MemoryWatchdog,
     OOMReporter,
@@ -30,7 +31,6 @@ from trainer_plugins import (
     protect,
 )
 from trainer_plugins.oldest import OLDEST
-from trainer_plugins.record.timeline import Sample, read_timeline, timeline_of_run
 
 INIT, ADD = Trainer.__init__, Trainer.add_callback
 
@@ -78,14 +78,7 @@ def test_it_trains_and_trains_on_from_a_checkpoint(make_trainer, tmp_path) -> No
 
     assert again.state.global_step == 6
     assert ours(again) == ALL
-    samples = [
-        entry
-        for entry in read_timeline(
-            tmp_path / "run" / "_trainer_plugins" / "memory" / "rank-0.jsonl"
-        )
-        if isinstance(entry, Sample)
-    ]
-    assert [sample.step for sample in samples if sample.moment == "train"] == [2, 4, 6]
+    assert read_steps(tmp_path / "run") == [2, 4, 6]
 
 
 def test_nested_repeated_and_one_after_the_other(make_trainer) -> None:
@@ -200,12 +193,7 @@ def test_ours_gives_way_to_one_that_is_added_later(make_trainer, caplog) -> None
     with caplog.at_level(logging.WARNING, "trainer_plugins"):
         trainer.train()
 
-    samples = [
-        e
-        for e in timeline_of_run(trainer.args.output_dir, 0)
-        if isinstance(e, Sample) and e.moment == "train"
-    ]
-    assert [sample.step for sample in samples] == [2, 4]
+    assert read_steps(trainer.args.output_dir) == [2, 4]
     assert "added twice" not in caplog.text
 
 

@@ -17,8 +17,8 @@ import pytest
 
 from tests import processes
 from tests.offers import install_transformers
+from tests.written import read_steps
 from trainer_plugins._site.trainer_plugins_on_import import call_when_imported
-from trainer_plugins.record.timeline import Sample, read_timeline
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = """
@@ -81,14 +81,7 @@ def test_two_ranks_of_torchrun(tmp_path: Path) -> None:
     for rank in (0, 1):
         facts = json.loads((tmp_path / f"facts-{rank}.json").read_text())
         assert facts == {"world_size": 2, "model": "DistributedDataParallel"}
-        timeline = read_timeline(
-            tmp_path / "out" / "_trainer_plugins" / "memory" / f"rank-{rank}.jsonl"
-        )
-        assert [
-            entry.step
-            for entry in timeline
-            if isinstance(entry, Sample) and entry.moment == "train"
-        ] == [2, 4]
+        assert read_steps(tmp_path / "out", rank=rank) == [2, 4]
     assert NOTHING not in done.stderr
     assert {path.name for path in tmp_path.iterdir()} == {
         "train.py",

@@ -7,6 +7,7 @@ import pytest
 from transformers import DefaultFlowCallback, PrinterCallback, Trainer, TrainerCallback
 
 from tests.offers import install
+from tests.written import read_steps
 from trainer_plugins import (
     CudaCacheCallback,
     EvalGenerateCleanup,
@@ -21,7 +22,6 @@ from trainer_plugins import (
     protect,
 )
 from trainer_plugins.presets import PRESETS, Preset, preset
-from trainer_plugins.record.timeline import Sample, read_timeline
 
 ALL = [
     StrategyInForce,
@@ -49,14 +49,7 @@ def test_a_trainer_in_hand_is_watched_and_guarded(make_trainer, tmp_path, anywhe
     assert [type(callback) for callback in added] == ALL
     trainer.train()
 
-    samples = [
-        entry
-        for entry in read_timeline(
-            tmp_path / "run" / "_trainer_plugins" / "memory" / "rank-0.jsonl"
-        )
-        if isinstance(entry, Sample)
-    ]
-    assert [sample.step for sample in samples if sample.moment == "train"] == [1, 2, 3]
+    assert read_steps(tmp_path / "run") == [1, 2, 3]
 
 
 def test_again_is_harmless_and_more_is_added(make_trainer) -> None:

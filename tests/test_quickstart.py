@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from tests import processes
-from trainer_plugins.record.timeline import Sample, read_timeline
+from tests.written import read_entries
+from trainer_plugins.record.timeline import Sample
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -70,8 +71,7 @@ def test_the_main_job_on_a_simulated_card(quickstart, tmp_path: Path) -> None:
     assert losses[1] in ("simgpu:0", "simgpu", "cuda:0")
     assert float(losses[3]) < 0.75 * float(losses[2])
     assert "The statement " in out  # it generated
-    entries = read_timeline(tmp_path / "run" / "_trainer_plugins" / "memory" / "rank-0.jsonl")
-    assert {entry.moment for entry in entries if isinstance(entry, Sample)} == {
+    assert {entry.moment for entry in read_entries(tmp_path / "run", Sample)} == {
         "begin",
         "train",
         "generate",
@@ -126,10 +126,6 @@ def test_a_real_model_of_135_million_parameters(quickstart, tmp_path: Path) -> N
     assert losses is not None
     assert float(losses[3]) < float(losses[2]) < 6
     peak = max(
-        entry.reading.peak_allocated_bytes
-        for entry in read_timeline(
-            tmp_path / "run" / "_trainer_plugins" / "memory" / "rank-0.jsonl"
-        )
-        if isinstance(entry, Sample)
+        entry.reading.peak_allocated_bytes for entry in read_entries(tmp_path / "run", Sample)
     )
     assert peak > 4 * 4 * 134_000_000  # weights, gradients and two states of Adam, in fp32

@@ -9,7 +9,7 @@ import pytest
 
 from tests import processes
 from tests.offers import install_transformers
-from trainer_plugins.record.timeline import Sample, read_timeline
+from tests.written import read_steps
 
 ROOT = Path(__file__).parent.parent
 NOTHING = "trainer_plugins: nothing was attached: this process built no transformers.Trainer"
@@ -50,10 +50,7 @@ def test_a_script_trains_with_callbacks_and_nothing_else_is_different(tmp_path: 
         done.stdout.splitlines()[0]
         == f"['--preset', 'its own'] {tmp_path / 'scripts'} scripts/train.py"
     )
-    timeline = read_timeline(tmp_path / "out" / "_trainer_plugins" / "memory" / "rank-0.jsonl")
-    assert [
-        entry.step for entry in timeline if isinstance(entry, Sample) and entry.moment == "train"
-    ] == [2, 4]
+    assert read_steps(tmp_path / "out") == [2, 4]
     assert "nothing was attached" not in done.stderr
     assert "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr

@@ -17,6 +17,7 @@ from transformers import (
 
 import trainer_plugins
 from tests.models import token_rows
+from tests.written import read_entries, read_steps
 from trainer_plugins import (
     CudaCacheCallback,
     EvalGenerateCleanup,
@@ -28,7 +29,7 @@ from trainer_plugins import (
     SurviveOOM,
     protect,
 )
-from trainer_plugins.record.timeline import Sample, Timeline, read_timeline
+from trainer_plugins.record.timeline import Sample, Timeline
 
 PUBLIC = [getattr(trainer_plugins, name) for name in trainer_plugins.__all__]
 CLASSES = [
@@ -101,12 +102,18 @@ def test_all_through_evaluation_prediction_save_and_resume(
 
     assert resumed.state.global_step == 8
     assert next(resumed.model.parameters()).device.type == anywhere
-    entries = read_timeline(tmp_path / "run" / "_trainer_plugins" / "memory" / "rank-0.jsonl")
-    steps = [
-        entry.step for entry in entries if isinstance(entry, Sample) and entry.moment == "train"
-    ]
-    assert steps == [1, 2, 3, 4, 5, 6, 7, 8]  # the resumed run went on in the file of the first
-    assert {entry.moment for entry in entries if isinstance(entry, Sample)} == {
+    run = tmp_path / "run"
+    assert read_steps(run) == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+        7,
+        8,
+    ]  # the resumed run went on in the first's file
+    assert {entry.moment for entry in read_entries(run, Sample)} == {
         "begin", "train", "eval", "save", "predict", "end",
     }  # fmt: skip
 
@@ -145,10 +152,7 @@ def test_the_same_callback_given_twice_says_so_and_acts_once(
     ]
     assert last.num == 8  # no event of another callback was skipped
     if callback_class is MemoryWatchdog:
-        assert (
-            len(read_timeline(tmp_path / "run" / "_trainer_plugins" / "memory" / "rank-0.jsonl"))
-            == 10
-        )
+        assert len(read_entries(tmp_path / "run")) == 10
 
 
 class CountsSteps(TrainerCallback):
@@ -184,9 +188,7 @@ def test_a_callback_added_late_works_all_the_same(make_trainer, tmp_path) -> Non
     trainer.add_callback(MemoryWatchdog)
     trainer.train()
 
-    assert (
-        len(read_timeline(tmp_path / "run" / "_trainer_plugins" / "memory" / "rank-0.jsonl")) == 10
-    )
+    assert len(read_entries(tmp_path / "run")) == 10
 
 
 @pytest.mark.parametrize(
@@ -329,8 +331,7 @@ def test_a_copied_trainer_is_watched_too(make_trainer, tmp_path) -> None:
     trainer.train()
     copy.deepcopy(trainer).evaluate()
 
-    entries = read_timeline(tmp_path / "run" / "_trainer_plugins" / "memory" / "rank-0.jsonl")
-    assert [entry.moment for entry in entries if isinstance(entry, Sample)][-2:] == ["end", "eval"]
+    assert [each.moment for each in read_entries(tmp_path / "run", Sample)][-2:] == ["end", "eval"]
 
 
 ERRORS = [

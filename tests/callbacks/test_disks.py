@@ -8,8 +8,9 @@ from pathlib import Path
 from transformers import TrainerCallback
 
 from tests import processes
+from tests.written import read_entries
 from trainer_plugins import MemoryWatchdog
-from trainer_plugins.record.timeline import Sample, read_timeline
+from trainer_plugins.record.timeline import Sample
 
 NO_FILES = ("fifo", "fifo with a reader", "device", "socket", "folder", "symlink loop")
 
@@ -73,8 +74,7 @@ def test_an_output_dir_taken_away_is_made_again_and_said_once(
 
     make_trainer(TakesAway(), MemoryWatchdog()).train()
 
-    entries = read_timeline(tmp_path / "run" / "_trainer_plugins" / "memory" / "rank-0.jsonl")
-    assert [(entry.step, entry.moment) for entry in entries if isinstance(entry, Sample)] == [
+    assert [(each.step, each.moment) for each in read_entries(tmp_path / "run", Sample)] == [
         (7, "train"), (8, "train"), (8, "end"),
     ]  # fmt: skip
     assert caplog.text.count("was removed while the run was writing it: it was created again") == 1
@@ -86,6 +86,5 @@ def test_half_a_line_of_a_run_before_swallows_nothing(make_trainer, tmp_path: Pa
     os.truncate(path, path.stat().st_size - 20)  # what a disk that was full at the end leaves
     make_trainer(MemoryWatchdog(), max_steps=2).train()
 
-    samples = [entry for entry in read_timeline(path) if isinstance(entry, Sample)]
     first, second = ["begin", "train", "train"], ["begin", "train", "train", "end"]
-    assert [sample.moment for sample in samples] == first + second
+    assert [each.moment for each in read_entries(tmp_path / "run", Sample)] == first + second

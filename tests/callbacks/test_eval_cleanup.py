@@ -7,8 +7,9 @@ from transformers.generation import CompileConfig
 
 from tests.conftest import CAPACITY_BYTES
 from tests.models import tiny_llama
+from tests.written import read_findings
 from trainer_plugins import EvalGenerateCleanup, MemoryWatchdog, protect
-from trainer_plugins.record.timeline import Flush, Remark, Sample, Timeline, read_timeline
+from trainer_plugins.record.timeline import Flush, Remark, Sample, Timeline
 from trainer_plugins.units import MIB
 
 
@@ -215,8 +216,7 @@ def test_what_a_rehearsal_makes_is_no_leftover_of_the_evaluation_at_the_start(
         if value.device.type == "simgpu"
     )
     assert states > 0.01 * CAPACITY_BYTES
-    timeline = tmp_path / "run" / "_trainer_plugins" / "memory" / "rank-0.jsonl"
-    told = [e.finding.code for e in read_timeline(timeline) if isinstance(e, Remark)]
+    told = [each.code for each in read_findings(tmp_path / "run")]
     assert "evaluation-leftover" not in told
 
 

@@ -9,8 +9,9 @@ from tests.models import tiny_llama, token_rows
 from tests.report.drawn import Read
 from tests.report.test_run_page import page_of
 from tests.test_report import report
+from tests.written import read_entries
 from trainer_plugins import MemoryWatchdog
-from trainer_plugins.record.timeline import Remark, Sample, Timeline, read_timeline
+from trainer_plugins.record.timeline import Remark, Sample, Timeline
 from trainer_plugins.report.pace import paces_of
 from trainer_plugins.units import MIB
 
@@ -151,7 +152,7 @@ def test_reports_and_pages_tell_it_and_a_step_is_not_shorter_for_it(
     page = Read(page_of(folder))
     key = page.data["charts"]["memory-0"]["others"]
     assert "generate (6)" in [each["name"] for each in key]
-    entries = read_timeline(folder / "_trainer_plugins" / "memory" / "rank-0.jsonl")
+    entries = read_entries(folder)
     assert (
         max(each.reading.peak_allocated_bytes for each in of(entries, "generate")) in page.figures
     )

@@ -14,10 +14,11 @@ from transformers import Trainer, TrainerCallback
 
 from tests import processes
 from tests.report.drawn import Read
+from tests.written import read_entries, read_findings
 from trainer_plugins import CudaCacheCallback, MemoryWatchdog, OOMReporter, draw
 from trainer_plugins.cli import app
 from trainer_plugins.finding import Severity
-from trainer_plugins.record.timeline import Remark, Sample, Timeline, read_timeline
+from trainer_plugins.record.timeline import Remark, Sample, Timeline
 from trainer_plugins.units import MIB
 
 
@@ -222,8 +223,7 @@ def test_a_leak_is_said_until_the_end(make_trainer, simgpu, tmp_path, mib: float
     with pytest.raises(torch.OutOfMemoryError):
         trainer.train()
     died = trainer.state.global_step
-    timeline = read_timeline(tmp_path / "run" / "_trainer_plugins" / "memory" / "rank-0.jsonl")
-    remarks = [each for each in timeline if isinstance(each, Remark)]
+    remarks = read_entries(tmp_path / "run", Remark)
     told = [each for each in remarks if each.finding.code == "leak-tensors"]
 
     # A simulated card lies in main memory, where the leak is seen too.
@@ -306,9 +306,9 @@ Trainer(tiny_llama(), args, train_dataset=token_rows(), callbacks=[MemoryWatchdo
     code = processes.run([sys.executable, script], environ={**os.environ, "CI": ""}).returncode
 
     assert code == -signal.SIGKILL
-    entries = read_timeline(tmp_path / "_trainer_plugins" / "memory" / "rank-0.jsonl")
-    assert [entry.step for entry in entries if isinstance(entry, Sample)] == [0, 1, 2, 3, 4, 5]
-    assert entries[0].reading.device == "cpu"  # type: ignore[union-attr]
+    samples = read_entries(tmp_path, Sample)
+    assert [sample.step for sample in samples] == [0, 1, 2, 3, 4, 5]
+    assert samples[0].reading.device == "cpu"
 
 
 @pytest.mark.parametrize("every_steps", [1, 3])
@@ -358,9 +358,8 @@ def test_one_watchdog_serves_two_runs(make_trainer, tmp_path, simgpu) -> None:
         make_trainer(Takes(train=236), watchdog, output_dir=str(tmp_path / fold)).train()
 
     for fold in ("a", "b"):
-        entries = read_timeline(tmp_path / fold / "_trainer_plugins" / "memory" / "rank-0.jsonl")
-        assert sum(isinstance(entry, Sample) for entry in entries) == 10
-        assert [e.finding.code for e in entries if isinstance(e, Remark)] == ["memory-pressure"]
+        assert len(read_entries(tmp_path / fold, Sample)) == 10
+        assert [each.code for each in read_findings(tmp_path / fold)] == ["memory-pressure"]
 
 
 def test_a_second_training_is_not_stopped_for_the_first(make_trainer, simgpu) -> None:

@@ -14,9 +14,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import Trainer, TrainerCallback
 
 from tests.callbacks.test_memory_watchdog import Takes
+from tests.written import read_entries
 from trainer_plugins import CudaCacheCallback, MemoryWatchdog
 from trainer_plugins.devices import HostDevice
-from trainer_plugins.record.timeline import Flush, Sample, Timeline, read_timeline
+from trainer_plugins.record.timeline import Flush, Sample, Timeline
 from trainer_plugins.units import GIB, MIB
 
 NAMES = {
@@ -176,11 +177,7 @@ def test_all_releases_between_two_lines_count_whoever_made_them(
     )
     trainer.train()
 
-    flushes = [
-        e
-        for e in read_timeline(tmp_path / "run" / "_trainer_plugins" / "memory" / "rank-0.jsonl")
-        if isinstance(e, Flush)
-    ]
+    flushes = read_entries(tmp_path / "run", Flush)
     assert [flush.step for flush in flushes] == [1, 2, 3, 4, 5, 6, 7, 8]
     for line, steps in ((4, (1, 2, 3, 4)), (8, (5, 6, 7, 8))):
         seconds = sum(flush.seconds for flush in flushes if flush.step in steps)

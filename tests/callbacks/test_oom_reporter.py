@@ -21,12 +21,13 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from tests.models import tiny_llama, token_rows
+from tests.written import read_entries
 from trainer_plugins import MemoryWatchdog, OOMReporter, protect, report_oom
 from trainer_plugins.planner.before import remember
 from trainer_plugins.planner.plan import MemoryPlan
 from trainer_plugins.record.oom_record import OomRecord, Planned, read_oom_records
 from trainer_plugins.record.run_facts import read_run_facts
-from trainer_plugins.record.timeline import Failure, read_timeline
+from trainer_plugins.record.timeline import Failure
 from trainer_plugins.units import MIB
 
 
@@ -87,13 +88,7 @@ def test_a_training_that_dies_says_when_why_and_what_was_alive(
     assert facts.versions["torch"] == version("torch")
     assert (facts.device, facts.device_bytes) == ("simgpu:0", 40 * MIB)
 
-    (failure,) = (
-        entry
-        for entry in read_timeline(
-            tmp_path / "run" / "_trainer_plugins" / "memory" / "rank-0.jsonl"
-        )
-        if isinstance(entry, Failure)
-    )
+    (failure,) = read_entries(tmp_path / "run", Failure)
     assert failure.record == "oom-rank0.json"
     assert failure.words.startswith("OutOfMemoryError: CUDA out of memory. Tried to allocate")
     folder = tmp_path / "run"
@@ -193,7 +188,7 @@ def test_another_error_is_no_oom_and_is_noted_in_the_timeline_alone(
 
     folder = tmp_path / "run" / "_trainer_plugins"
     assert sorted(path.name for path in folder.iterdir()) == ["memory", "run.json"]
-    (failure,) = read_timeline(folder / "memory" / "rank-0.jsonl")
+    (failure,) = read_entries(tmp_path / "run")
     assert isinstance(failure, Failure)
     assert failure.words == "ValueError: (hidden) is no dataset"
     assert failure.record == ""

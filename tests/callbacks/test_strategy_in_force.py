@@ -6,6 +6,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from tests.written import read_entries
 from trainer_plugins import StrategyInForce
 from trainer_plugins.record.timeline import Beginning, Remark, timeline_of_run
 from trainer_plugins.report.text import memory_report
@@ -15,11 +16,7 @@ def test_as_what_a_training_runs_is_in_its_timeline(anywhere, make_trainer) -> N
     trainer = make_trainer(StrategyInForce(), max_steps=1, gradient_checkpointing=True)
     trainer.train()
 
-    (began,) = [
-        entry
-        for entry in timeline_of_run(trainer.args.output_dir, 0)
-        if isinstance(entry, Beginning)
-    ]
+    (began,) = read_entries(trainer.args.output_dir, Beginning)
     runs = began.strategy
     assert (runs.wrapped_class, runs.family, runs.world_size, runs.device) == (
         "LlamaForCausalLM",

@@ -15,10 +15,11 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from tests import processes
+from tests.written import read_entries
 from trainer_plugins import MemoryWatchdog
 from trainer_plugins.integrations.hydra import AttachToJob
 from trainer_plugins.presets import PRESETS
-from trainer_plugins.record.timeline import Sample, read_timeline
+from trainer_plugins.record.timeline import Sample
 
 ROOT = Path(__file__).parent.parent.parent
 APP = Path(__file__).parent / "hydra_app" / "app.py"
@@ -56,8 +57,7 @@ def homes(names: tuple[str, ...] | list[str]) -> list[str]:
 
 
 def moments(job: Path) -> list[tuple[int, str]]:
-    timeline = read_timeline(job / "_trainer_plugins" / "memory" / "rank-0.jsonl")
-    return [(entry.step, entry.moment) for entry in timeline if isinstance(entry, Sample)]
+    return [(each.step, each.moment) for each in read_entries(job, Sample)]
 
 
 @pytest.mark.all

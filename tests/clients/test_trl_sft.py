@@ -13,7 +13,8 @@ from transformers import ByT5Tokenizer
 
 from tests import processes
 from tests.models import tiny_llama
-from trainer_plugins.record.timeline import Beginning, Sample, read_timeline
+from tests.written import read_entries, read_steps
+from trainer_plugins.record.timeline import Beginning
 
 pytest.importorskip("trl")
 
@@ -88,14 +89,12 @@ def test_sft(client: Path, recipe: str, num_ranks: int) -> None:
 
     files = {path.name for path in (output / "_trainer_plugins" / "memory").iterdir()}
     assert files == {f"rank-{rank}.jsonl" for rank in range(num_ranks)}
-    for name in files:
-        entries = read_timeline(output / "_trainer_plugins" / "memory" / name)
-        samples = [entry for entry in entries if isinstance(entry, Sample)]
-        (began,) = [entry for entry in entries if isinstance(entry, Beginning)]
+    for rank in range(num_ranks):
+        (began,) = read_entries(output, Beginning, rank=rank)
         assert began.strategy.world_size == num_ranks
         # Older versions of accelerate wrap one rank too.
         assert began.strategy.family == "DDP" or num_ranks == 1
-        assert [sample.step for sample in samples if sample.moment == "train"] == [1, 2, 3]
+        assert read_steps(output, rank=rank) == [1, 2, 3]
     (events,) = output.rglob("events.out.tfevents.*")
     charts = EventAccumulator(str(events)).Reload()
     assert [event.step for event in charts.Scalars("train/memory/peak_gib")] == [1, 2, 3]

@@ -11,9 +11,10 @@ from pathlib import Path
 
 from tests import processes
 from tests.distributed import extensions
+from tests.written import read_entries, read_findings
 from trainer_plugins.finding import Finding
 from trainer_plugins.launch.configs import path
-from trainer_plugins.record.timeline import Beginning, Remark, read_timeline
+from trainer_plugins.record.timeline import Beginning
 from trainer_plugins.strategy import Strategy
 
 ROOT = Path(__file__).parent.parent.parent
@@ -43,9 +44,10 @@ class Launched:
     @property
     def strategies(self) -> list[Strategy]:
         """As what the last training ran, by rank."""
-        files = sorted(self.output_dir.glob("_trainer_plugins/memory/rank-*.jsonl"))
+        num_ranks = len([*self.output_dir.glob("_trainer_plugins/memory/rank-*.jsonl")])
         began = [
-            [e.strategy for e in read_timeline(file) if isinstance(e, Beginning)] for file in files
+            [each.strategy for each in read_entries(self.output_dir, Beginning, rank=rank)]
+            for rank in range(num_ranks)
         ]
         assert all(began), self.text[-3000:]
         return [strategies[-1] for strategies in began]
@@ -53,8 +55,7 @@ class Launched:
     @property
     def findings(self) -> dict[str, Finding]:
         """What rank 0 remarked, by code."""
-        entries = read_timeline(self.output_dir / "_trainer_plugins" / "memory" / "rank-0.jsonl")
-        return {entry.finding.code: entry.finding for entry in entries if isinstance(entry, Remark)}
+        return {finding.code: finding for finding in read_findings(self.output_dir)}
 
     def losses(self, checkpoint: str, key: str = "loss") -> list[float]:
         """What was logged until a checkpoint was saved."""

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests import processes
-from trainer_plugins.record.timeline import Flush, Sample, read_timeline
+from tests.written import read_entries
+from trainer_plugins.record.timeline import Flush, Sample
 from trainer_plugins.testing import simgpu
 
 ROOT = Path(__file__).parent.parent.parent
@@ -43,10 +44,7 @@ def launch(tmp_path: Path, story: str, device: str, launcher: str) -> tuple[list
     )
     assert done.returncode == 0, done.stderr[-3000:]
     facts = [json.loads((tmp_path / f"facts-{rank}.json").read_text()) for rank in (0, 1)]
-    timelines = [
-        read_timeline(tmp_path / "_trainer_plugins" / "memory" / f"rank-{rank}.jsonl")
-        for rank in (0, 1)
-    ]
+    timelines = [read_entries(tmp_path, rank=rank) for rank in (0, 1)]
     for fact in facts:
         assert fact["world_size"] == 2
         assert fact["model"] == "DistributedDataParallel"

@@ -13,11 +13,11 @@ from torch.utils import cpp_extension
 
 from tests import processes
 from tests.test_cli import command
+from tests.written import read_findings
 from trainer_plugins import StrategyInForce, protect
 from trainer_plugins.finding import Severity
 from trainer_plugins.launch import configs
 from trainer_plugins.launch.extensions import ExtensionLock, lock_findings, read_locks
-from trainer_plugins.record.timeline import Remark, timeline_of_run
 
 ROOT = Path(__file__).parent.parent.parent
 BUILD = """
@@ -170,11 +170,7 @@ def test_a_run_of_deepspeed_says_it_when_its_trainer_is_built(
     assert "[extension-lock]" in said
     assert f"{left} is 2 h old" in said
     assert caplog.text.count("[extension-lock]") == 1
-    remarks = [
-        entry.finding
-        for entry in timeline_of_run(trainer.args.output_dir, 0)
-        if isinstance(entry, Remark)
-    ]
+    remarks = read_findings(trainer.args.output_dir)
     assert [finding.code for finding in remarks] == ["extension-lock"]
 
 

@@ -14,6 +14,7 @@ from transformers import Trainer
 
 from tests.models import tiny_llama, token_rows
 from tests.schemas import read_answer
+from tests.written import read_entries
 from trainer_plugins import MemoryPlan, MemoryWatchdog, StrategyInForce, plan_run
 from trainer_plugins.cli import app
 from trainer_plugins.compiled import cache_folder
@@ -27,7 +28,7 @@ from trainer_plugins.planner.calibrate import (
 )
 from trainer_plugins.planner.cards import Card
 from trainer_plugins.planner.plan import MomentPeak, PlanError
-from trainer_plugins.record.timeline import Sample, read_timeline
+from trainer_plugins.record.timeline import Sample
 from trainer_plugins.report.plans_text import calibration_report
 from trainer_plugins.units import GIB, MIB
 
@@ -68,8 +69,7 @@ def evaluating(make_trainer) -> Trainer:
 
 def as_it_ran(plan: MemoryPlan, folder: Path) -> MemoryPlan:
     """The plan with the peaks that the run had."""
-    entries = read_timeline(folder / "_trainer_plugins" / "memory" / "rank-0.jsonl")
-    readings = [(each.moment, each.reading) for each in entries if isinstance(each, Sample)]
+    readings = [(each.moment, each.reading) for each in read_entries(folder, Sample)]
 
     def peak(of: str) -> MomentPeak:
         found = [reading for moment, reading in readings if moment == of]
@@ -224,14 +224,8 @@ def test_the_command_compares_and_keeps(cache, make, tmp_path):
     )
     assert done.exit_code == 0, done.output
     printed = read_answer(done.stdout, "plan")
-    entries = read_timeline(
-        Path(trainer.args.output_dir) / "_trainer_plugins" / "memory" / "rank-0.jsonl"
-    )
-    peaks = [
-        each.reading.peak_allocated_bytes
-        for each in entries
-        if isinstance(each, Sample) and each.moment == "train"
-    ]
+    samples = read_entries(trainer.args.output_dir, Sample)
+    peaks = [each.reading.peak_allocated_bytes for each in samples if each.moment == "train"]
     assert {
         "moment": "train",
         "counter": "allocated",

@@ -21,6 +21,7 @@ from tests.report.drawn import (
 )
 from tests.test_report import HOSTILE, report, write
 from tests.test_timeline import READING
+from tests.written import read_entries, read_findings
 from trainer_plugins import CudaCacheCallback, MemoryWatchdog, OOMReporter, StrategyInForce, draw
 from trainer_plugins.cli import app
 from trainer_plugins.finding import Finding, Severity
@@ -68,12 +69,12 @@ def test_a_run_that_died_says_why_and_what_to_do_before_the_picture(
     memory = page.data["charts"]["memory-0"]
     assert {span["colour"] for span in memory["spans"]} == {"eval", "flush"}
     assert memory["uprights"] == [mark["at"] for mark in memory["marks"] if mark["text"] == "✕"]
-    entries = read_timeline(tmp_path / "run" / "_trainer_plugins" / "memory" / "rank-0.jsonl")
-    codes = {entry.finding.code for entry in entries if isinstance(entry, Remark)}
+    codes = {finding.code for finding in read_findings(tmp_path / "run")}
     assert codes
     for code in codes:
         assert page.words.count(code) >= 2, "on the axis, and in words"
-    evaluated = [e.reading for e in entries if isinstance(e, Sample) and e.moment == "eval"]
+    samples = read_entries(tmp_path / "run", Sample)
+    evaluated = [each.reading for each in samples if each.moment == "eval"]
     assert max(each.peak_allocated_bytes for each in evaluated) in page.figures
 
 
@@ -98,8 +99,7 @@ def test_the_snapshot_of_an_oom_is_on_the_page_of_its_run(make_trainer, simgpu, 
 def test_the_highest_points_of_a_picture_are_the_peaks_of_the_run(make_trainer, simgpu, tmp_path):
     make_trainer(MemoryWatchdog(), eval_strategy="steps", eval_steps=4).train()
     page = Read(page_of(tmp_path / "run"))
-    entries = read_timeline(tmp_path / "run" / "_trainer_plugins" / "memory" / "rank-0.jsonl")
-    readings = [entry.reading for entry in entries if isinstance(entry, Sample)]
+    readings = [each.reading for each in read_entries(tmp_path / "run", Sample)]
     used = max(r.non_torch_bytes + max(r.reserved_bytes, r.peak_allocated_bytes) for r in readings)
     peak = max(r.non_torch_bytes + r.peak_allocated_bytes for r in readings)
     assert (highest(page, "cached"), highest(page, "within")) == (used, peak)
@@ -164,8 +164,7 @@ def test_an_evaluation_is_no_part_of_a_step() -> None:
 
 
 def seen(folder: Path) -> list[int]:
-    entries = read_timeline(folder / "_trainer_plugins" / "memory" / "rank-0.jsonl")
-    return [each.num_tokens_seen for each in entries if isinstance(each, Sample)]
+    return [each.num_tokens_seen for each in read_entries(folder, Sample)]
 
 
 def test_tokens_a_second_are_under_the_time_of_a_step_if_the_trainer_counts_them(

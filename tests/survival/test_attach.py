@@ -10,8 +10,9 @@ from transformers import Trainer
 
 from tests.models import tiny_llama
 from tests.survival.failing import Run, gradients_off_by, off_by_steps, small_trainer, survive
+from tests.written import read_entries
 from trainer_plugins import survive_oom
-from trainer_plugins.record.timeline import Remark, read_timeline
+from trainer_plugins.record.timeline import Remark
 from trainer_plugins.survival.exact.finality import is_reentrant
 from trainer_plugins.survival.memo import memo_of
 from trainer_plugins.units import MIB
@@ -22,8 +23,7 @@ def first_micro_batch(trainer) -> int:
 
 
 def remarks(tmp_path, *codes: str) -> list:
-    entries = read_timeline(tmp_path / "_trainer_plugins" / "memory" / "rank-0.jsonl")
-    return [entry for entry in entries if isinstance(entry, Remark) and entry.finding.code in codes]
+    return [each for each in read_entries(tmp_path, Remark) if each.finding.code in codes]
 
 
 def test_detach_restores_everything(tmp_path) -> None:

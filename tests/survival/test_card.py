@@ -14,8 +14,8 @@ from tests.survival.failing import (
     small_trainer,
     weights_by_rounding,
 )
+from tests.written import read_findings
 from trainer_plugins import survive_oom
-from trainer_plugins.record.timeline import Remark, read_timeline
 from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
 from trainer_plugins.units import MIB
 
@@ -52,11 +52,6 @@ def trained(
     )
 
 
-def findings(tmp_path) -> list:
-    entries = read_timeline(tmp_path / "_trainer_plugins" / "memory" / "rank-0.jsonl")
-    return [entry.finding for entry in entries if isinstance(entry, Remark)]
-
-
 # Checkpointing computes a layer again, and then its gradient: with wide layers that takes more than
 # the forward pass.
 WIDE = {"model": {"intermediate_size": 512}, "gradient_checkpointing": True}
@@ -87,7 +82,7 @@ def test_it_ends_as_on_a_card_that_is_large_enough(
         == (large.state.global_step, large.state.epoch)
         == (4, 1.0)
     )
-    told = findings(tmp_path / "small")
+    told = read_findings(tmp_path / "small")
     assert told[0].summary.startswith(
         f"64 rows (4096 tokens, including padding) ran out of memory in the {phase} pass; "
     )
@@ -101,7 +96,7 @@ def test_it_is_bit_for_bit_the_run_with_the_micro_batch_that_fits(tmp_path, simg
     *_, weights = trained(tmp_path / "fitting", simgpu, 256, num_rows=8)
     *_, small_weights = trained(tmp_path / "small", simgpu, 6)
 
-    assert "in 8 pieces of at most 8 rows" in findings(tmp_path / "small")[0].summary
+    assert "in 8 pieces of at most 8 rows" in read_findings(tmp_path / "small")[0].summary
     assert off_by(small_weights, weights) == 0
 
 
@@ -114,7 +109,7 @@ def test_a_card_too_small_for_one_row_says_what_was_tried(tmp_path, simgpu) -> N
         "nothing smaller to try than 1 row (256 tokens, including padding), and nothing left"
         in str(raised.value)
     )
-    assert [finding.code for finding in findings(tmp_path)] == ["out-of-memory-refused"]
+    assert [finding.code for finding in read_findings(tmp_path)] == ["out-of-memory-refused"]
 
 
 class Statistics:
@@ -133,7 +128,7 @@ def test_who_holds_the_memory_of_a_failed_attempt_is_named(tmp_path, simgpu) -> 
     trained(tmp_path, simgpu, 16, hook=Statistics())
 
     (finding,) = [
-        finding for finding in findings(tmp_path) if finding.code == "out-of-memory-leftover"
+        finding for finding in read_findings(tmp_path) if finding.code == "out-of-memory-leftover"
     ]
     assert finding.evidence.startswith("a graph that ends in [64, 64, 32], held by ")
     assert finding.evidence.endswith("Statistics.last")
@@ -174,8 +169,8 @@ def test_what_a_failed_attempt_computed_is_freed(
 ) -> None:
     trained(tmp_path, simgpu, capacity_mib, hook=hook, **kwargs)
 
-    assert f"ran out of memory in the {phase} pass" in findings(tmp_path)[0].summary
-    assert {finding.code for finding in findings(tmp_path)} == {"out-of-memory-survived"}
+    assert f"ran out of memory in the {phase} pass" in read_findings(tmp_path)[0].summary
+    assert {finding.code for finding in read_findings(tmp_path)} == {"out-of-memory-survived"}
 
 
 def test_the_backward_thread_has_let_go_when_an_attempt_returns(simgpu) -> None:

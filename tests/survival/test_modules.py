@@ -18,8 +18,8 @@ from tests.survival.failing import (
     survive,
 )
 from tests.survival.test_attach import remarks
+from tests.written import read_findings
 from trainer_plugins import survive_oom
-from trainer_plugins.record.timeline import Remark, read_timeline
 from trainer_plugins.survival.exact.layouts import Rows
 from trainer_plugins.survival.exact.shares import IndivisibleError
 
@@ -69,12 +69,8 @@ def test_a_run_with_such_a_buffer_goes_on_as_it_is_where_that_was_asked_for(tmp_
 
     assert off_by(beside.weights, plain.weights) == 0
     assert torch.equal(trainer.model.model.norm.size, plain.trainer.model.model.norm.size)
-    (entry,) = (
-        e
-        for e in read_timeline(tmp_path / "_trainer_plugins" / "memory" / "rank-0.jsonl")
-        if isinstance(e, Remark)
-    )
-    assert "a buffer of Adapted" in entry.finding.evidence
+    (finding,) = read_findings(tmp_path)
+    assert "a buffer of Adapted" in finding.evidence
 
     trainer = adapted(tmp_path)
     survive_oom(trainer, on_refusal="warn")

@@ -18,8 +18,9 @@ from transformers import (
 
 from tests.models import IS_OLD, tiny_llama
 from tests.survival.failing import Run, gradients_off_by, padded, small_trainer, survive
+from tests.written import read_entries, read_findings
 from trainer_plugins import survive_oom
-from trainer_plugins.record.timeline import Remark, read_timeline
+from trainer_plugins.record.timeline import Remark
 
 
 class OwnLoss(Trainer):
@@ -272,7 +273,7 @@ def test_refused_when_it_is_attached(tmp_path, case: str, caplog) -> None:
 
     survive_oom(trainer, on_refusal="warn").detach()
     assert (vars(trainer), vars(trainer.accelerator), trainer.callback_handler.callbacks) == before
-    (entry,) = read_timeline(tmp_path / "_trainer_plugins" / "memory" / "rank-0.jsonl")
+    (entry,) = read_entries(tmp_path)
     assert isinstance(entry, Remark)
     assert entry.finding.code == "out-of-memory-refused"
     assert entry.finding.evidence in caplog.text
@@ -420,11 +421,7 @@ def test_it_can_be_told_to_train_on_and_then_checkpointing_still_helps(tmp_path)
     survive_oom(trainer, on_refusal="warn")
     Run(trainer, {0: [num // 2]})
 
-    codes = [
-        e.finding.code
-        for e in read_timeline(tmp_path / "_trainer_plugins" / "memory" / "rank-0.jsonl")
-        if isinstance(e, Remark)
-    ]
+    codes = [finding.code for finding in read_findings(tmp_path)]
     assert codes == ["out-of-memory-refused", "out-of-memory-survived"]
     assert trainer.model.is_gradient_checkpointing
 

@@ -11,7 +11,7 @@ from tests import processes, rounding
 from tests.distributed.launched import free_port, start
 from tests.survival.failing import TERMS
 from tests.wanted import wanted, write_wanted
-from trainer_plugins.record.timeline import Remark, read_timeline
+from tests.written import read_findings
 
 SCRIPT = Path(__file__).with_name("zero_plan.py")
 LIMIT = 30
@@ -173,9 +173,5 @@ def test_what_fails_all_the_same_stops_every_rank(ranks) -> None:
         f"rank 0 stops, because rank 1 cannot continue: a backward pass of ZeRO cannot be repeated, {why}"
         in said[0]
     )
-    (entry,) = [
-        e
-        for e in read_timeline(folder / "failing" / "_trainer_plugins" / "memory" / "rank-1.jsonl")
-        if isinstance(e, Remark)
-    ]
-    assert entry.finding.code == "out-of-memory-refused"
+    (finding,) = read_findings(folder / "failing", rank=1)
+    assert finding.code == "out-of-memory-refused"
