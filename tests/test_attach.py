@@ -17,6 +17,7 @@ from transformers import (
     TrainerCallback,
 )
 
+from tests.events import at
 from tests.offers import install, install_transformers
 from tests.test_protect import ALL, MyWatchdog, Refuses, kinds
 from tests.written import read_steps
@@ -124,18 +125,10 @@ def test_the_users_own_is_kept(make_trainer, own, how) -> None:
     assert how == "class" or watchdogs == [mine]
 
 
-class AddsLate(TrainerCallback):
-    """A user's callback that adds a watchdog when training has begun."""
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 1:
-            self.trainer.add_callback(MemoryWatchdog)
-
-
 def test_in_training_ours_stays_and_ends_what_it_began(make_trainer) -> None:
-    late = AddsLate()
+    late = at("step_end", lambda _: trainer.add_callback(MemoryWatchdog), 1)
     with attached("observe"):
-        trainer = late.trainer = make_trainer(late, max_steps=2)
+        trainer = make_trainer(late, max_steps=2)
         trainer.train()
 
     assert ours(trainer) == [*OBSERVE, MemoryWatchdog]
@@ -169,20 +162,13 @@ def test_a_callback_without_a_hash(make_trainer) -> None:
     assert ours(trainer) == OBSERVE
 
 
-class CopiesState(TrainerCallback):
-    """A user's callback that keeps a copy of the state."""
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self.copied = copy.deepcopy(state)
-
-
 def test_the_state_can_be_copied(make_trainer) -> None:
-    copies = CopiesState()
+    copies: list = []
     with attached():
-        trainer = make_trainer(copies, max_steps=2)
-        trainer.train()
+        keeps = at("step_end", lambda now: copies.append(copy.deepcopy(now.state)))
+        make_trainer(keeps, max_steps=2).train()
 
-    assert copies.copied.global_step == 2
+    assert copies[-1].global_step == 2
 
 
 def test_ours_gives_way_to_one_that_is_added_later(make_trainer, caplog) -> None:

@@ -1,8 +1,8 @@
 """Cached memory is released on evidence, at the interval, with its price; never because a stranger presses."""
 
 import torch
-from transformers import TrainerCallback
 
+from tests.events import at
 from tests.said_device import SaidDevice
 from trainer_plugins import CudaCacheCallback
 from trainer_plugins.devices import open_device
@@ -10,21 +10,15 @@ from trainer_plugins.record.timeline import Flush, Timeline
 from trainer_plugins.units import GIB, MIB
 
 
-class Caches(TrainerCallback):
+def flushes(make_trainer, mib: int, *more, steps: int = 8, **settings) -> list[Flush]:
     """Each step leaves some MiB in the allocator's cache, as a long batch does."""
 
-    def __init__(self, mib: int) -> None:
-        self.mib = mib
+    def fill(now) -> None:
+        torch.zeros(mib * MIB, dtype=torch.uint8, device=now.args.device)
 
-    def on_step_begin(self, args, state, control, **kwargs):
-        torch.zeros(self.mib * MIB, dtype=torch.uint8, device=args.device)
-
-
-def flushes(make_trainer, mib: int, *more, steps: int = 8, **settings) -> list[Flush]:
     timeline = Timeline()
-    make_trainer(
-        Caches(mib), *more, CudaCacheCallback(**settings, timeline=timeline), max_steps=steps
-    ).train()
+    callbacks = (at("step_begin", fill), *more, CudaCacheCallback(**settings, timeline=timeline))
+    make_trainer(*callbacks, max_steps=steps).train()
     return [entry for entry in timeline if isinstance(entry, Flush)]
 
 
@@ -48,12 +42,10 @@ def test_releases_on_schedule_when_asked_to(make_trainer, simgpu) -> None:
 
 
 def test_holds_the_cache_while_a_foreign_process_grows(make_trainer, simgpu) -> None:
-    class Intruder(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            if state.global_step >= 4:
-                simgpu.card().hold(4242, 20 * MIB * (state.global_step - 3), "python infer.py")
+    def intrude(now) -> None:
+        simgpu.card().hold(4242, 20 * MIB * (now.state.global_step - 3), "python infer.py")
 
-    found = flushes(make_trainer, 64, Intruder(), interval=1)
+    found = flushes(make_trainer, 64, at("step_begin", intrude, 4, 5, 6, 7), interval=1)
 
     assert [flush.step for flush in found] == [1, 2, 3, 4]
     assert torch.accelerator.memory_reserved() >= 64 * MIB
@@ -64,12 +56,10 @@ def test_a_run_on_the_cpu_has_nothing_to_release(make_trainer) -> None:
 
 
 def test_what_comes_once_outside_torch_holds_only_for_a_while(make_trainer, simgpu) -> None:
-    class LikeNccl(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            if state.global_step == 10:
-                simgpu.card().hold(4242, 30 * MIB, "buffers of the first collective")
+    def communicate(_) -> None:
+        simgpu.card().hold(4242, 30 * MIB, "buffers of the first collective")
 
-    found = flushes(make_trainer, 64, LikeNccl(), interval=10, steps=80)
+    found = flushes(make_trainer, 64, at("step_begin", communicate, 10), interval=10, steps=80)
 
     assert [flush.step for flush in found] == [10, 70, 80]
 
@@ -97,27 +87,21 @@ def test_a_release_that_fails_is_said_once_and_training_goes_on(
         assert caplog.text.count("CudaCacheCallback failed; training continues") == 1
 
 
-class Neighbour(TrainerCallback):
-    """Takes another gibibyte outside torch in each step."""
-
-    def __init__(self, device: SaidDevice) -> None:
-        self.device = device
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        self.device.non_torch_bytes += GIB
-
-
 def test_a_cache_is_held_on_a_card_and_main_memory_is_nobodys_reservation(
     make_trainer, caplog
 ) -> None:
     card, host = SaidDevice("cuda:0"), SaidDevice("cpu")
     for device in card, host:
+
+        def take_outside_torch(_, device=device) -> None:
+            device.non_torch_bytes += GIB
+
         caplog.clear()
         with caplog.at_level("INFO", logger="trainer_plugins"):
             callback = CudaCacheCallback(
                 interval=1, min_reclaimable_fraction=0, device=device, timeline=Timeline()
             )
-            make_trainer(Neighbour(device), callback).train()
+            make_trainer(at("step_begin", take_outside_torch), callback).train()
         is_held = any(
             "holding the cache, memory outside torch grew" in record.message
             for record in caplog.records

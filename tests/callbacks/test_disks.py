@@ -5,9 +5,8 @@ import shutil
 import sys
 from pathlib import Path
 
-from transformers import TrainerCallback
-
 from tests import processes
+from tests.events import at
 from tests.written import read_entries
 from trainer_plugins import MemoryWatchdog
 from trainer_plugins.record.timeline import Sample
@@ -67,12 +66,8 @@ def test_what_is_no_file_keeps_nobody_waiting(tmp_path: Path) -> None:
 def test_an_output_dir_taken_away_is_made_again_and_said_once(
     make_trainer, tmp_path: Path, caplog
 ) -> None:
-    class TakesAway(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            if state.global_step in (3, 6):
-                shutil.rmtree(args.output_dir)
-
-    make_trainer(TakesAway(), MemoryWatchdog()).train()
+    takes_away = at("step_begin", lambda now: shutil.rmtree(now.args.output_dir), 3, 6)
+    make_trainer(takes_away, MemoryWatchdog()).train()
 
     assert [(each.step, each.moment) for each in read_entries(tmp_path / "run", Sample)] == [
         (7, "train"), (8, "train"), (8, "end"),

@@ -6,6 +6,7 @@ from transformers import DynamicCache, Trainer, TrainerCallback
 from transformers.generation import CompileConfig
 
 from tests.conftest import CAPACITY_BYTES
+from tests.events import at
 from tests.models import tiny_llama
 from tests.written import read_findings
 from trainer_plugins import EvalGenerateCleanup, MemoryWatchdog, protect
@@ -69,12 +70,12 @@ def test_leftovers_are_dropped_before_training_goes_on(make_trainer, anywhere) -
 
 
 def test_a_generation_outside_an_evaluation_is_cleaned_up_too(make_trainer) -> None:
-    class Preview(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            kwargs["model"].generate(torch.tensor([[1, 2]]), max_new_tokens=2)
-            kwargs["model"].get_compiled_call(CompileConfig())
+    def preview(now) -> None:
+        now.model.generate(torch.tensor([[1, 2]]), max_new_tokens=2)
+        now.model.get_compiled_call(CompileConfig())
 
-    assert steps_with_a_leftover(make_trainer, Preview(), EvalGenerateCleanup()) == 0
+    previews = at("step_end", preview)
+    assert steps_with_a_leftover(make_trainer, previews, EvalGenerateCleanup()) == 0
 
 
 class KeepsItsCache(Trainer):

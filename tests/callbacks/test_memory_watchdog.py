@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from transformers import Trainer, TrainerCallback
 
 from tests import processes
+from tests.events import at
 from tests.report.drawn import Read
 from tests.written import read_entries, read_findings
 from trainer_plugins import CudaCacheCallback, MemoryWatchdog, OOMReporter, draw
@@ -81,6 +82,12 @@ def test_the_final_evaluation_is_seen_once(make_trainer, simgpu, kind, peak_mib)
     (seen,) = samples(timeline, "eval")
     assert seen.step == 2
     assert seen.reading.peak_allocated_bytes > peak_mib * MIB
+
+
+def thrash(now) -> None:
+    """Take more than the cache has in one piece, three times."""
+    for mib in (130, 150, 170):
+        torch.zeros(mib * MIB, dtype=torch.uint8, device=now.args.device)
 
 
 def samples(timeline: Timeline, moment: str) -> list[Sample]:
@@ -185,12 +192,10 @@ def test_without_stop_it_only_speaks(make_trainer, simgpu) -> None:
 
 
 def test_foreign_memory_is_told_by_bytes(make_trainer, simgpu) -> None:
-    class Intruder(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step == 4:
-                simgpu.card().hold(4242, 80 * MIB, "python infer.py")
+    def intrude(_) -> None:
+        simgpu.card().hold(4242, 80 * MIB, "python infer.py")
 
-    timeline = run(make_trainer, Intruder())
+    timeline = run(make_trainer, at("step_end", intrude, 4))
 
     assert findings(timeline) == {"foreign-memory": [4]}
     finding = the_finding(timeline, "foreign-memory")
@@ -263,23 +268,15 @@ def test_batches_of_changing_length_are_no_leak(make_trainer, simgpu) -> None:
 
 
 def test_a_growing_neighbour_and_a_leak_outside_torch_are_told_apart(make_trainer, simgpu) -> None:
-    class Slowly(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            # What this very process takes outside torch, as NCCL does.
-            simgpu.card().hold(4242, MIB * state.global_step // 4, "self")
+    def take_slowly(now) -> None:  # this very process outside torch, as NCCL does
+        simgpu.card().hold(4242, MIB * now.state.global_step // 4, "self")
 
-    timeline = run(make_trainer, Slowly(), steps=48)
-
+    timeline = run(make_trainer, at("step_end", take_slowly), steps=48)
     assert set(findings(timeline)) == {"leak-non-torch"}
 
 
 def test_retries_of_the_allocator_are_told_after_warm_up(make_trainer, simgpu) -> None:
-    class Thrash(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            for mib in (130, 150, 170) if state.global_step >= 10 else (1,):
-                torch.zeros(mib * MIB, dtype=torch.uint8, device=args.device)
-
-    timeline = run(make_trainer, Thrash(), steps=14)
+    timeline = run(make_trainer, at("step_begin", thrash, 10, 11, 12, 13), steps=14)
 
     assert findings(timeline)["allocator-retries"][0] == 11
     assert samples(timeline, "train")[-1].reading.num_alloc_retries > 0

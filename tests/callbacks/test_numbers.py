@@ -5,7 +5,6 @@ import os
 import resource
 import shutil
 import sqlite3
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import Trainer, TrainerCallback
 
-from tests.callbacks.test_memory_watchdog import Takes
+from tests.callbacks.test_memory_watchdog import Takes, thrash
+from tests.events import at
 from tests.written import read_entries
 from trainer_plugins import CudaCacheCallback, MemoryWatchdog
 from trainer_plugins.devices import HostDevice
@@ -69,7 +69,10 @@ def test_the_lines_of_training_have_the_numbers(make_trainer, simgpu, tmp_path) 
         8,
     ]
     assert 160 / 256 < rows(trainer)[8]["memory/pressure_fraction"] < 180 / 256
-    assert rows(trainer)[8]["memory/reserved_gib"] * GIB == trainer_reserved(tmp_path)
+    reserved = next(
+        e.reading.reserved_bytes for e in read_entries(tmp_path / "run", Sample) if e.step == 8
+    )
+    assert rows(trainer)[8]["memory/reserved_gib"] * GIB == reserved
     # Those of an evaluation and of the whole training stay as they were.
     assert all("loss" in row for row in trainer.state.log_history if numbers(row))
 
@@ -77,18 +80,6 @@ def test_the_lines_of_training_have_the_numbers(make_trainer, simgpu, tmp_path) 
     assert {row["step"]: numbers(row) for row in saved["log_history"]} == {
         k: rows(trainer)[k] for k in (2, 4)
     }
-
-
-def trainer_reserved(tmp_path: Path) -> int:
-    lines = [
-        json.loads(line)
-        for line in (tmp_path / "run" / "_trainer_plugins" / "memory" / "rank-0.jsonl")
-        .read_text()
-        .splitlines()
-    ]
-    return next(
-        line["reserved_bytes"] for line in lines if line["kind"] == "sample" and line["step"] == 8
-    )
 
 
 class EvaluatesItself(Trainer):
@@ -161,20 +152,10 @@ def test_what_was_before_the_training_is_not_charted(make_trainer, simgpu) -> No
 def test_all_releases_between_two_lines_count_whoever_made_them(
     make_trainer, simgpu, tmp_path
 ) -> None:
-    class Thrash(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            for mib in (130, 150, 170) if state.global_step >= 4 else (1,):
-                torch.zeros(mib * MIB, dtype=torch.uint8, device=args.device)
-
     timeline = Timeline()  # of the watchdog's own, while releases are in that of the run
     release = CudaCacheCallback(interval=1, min_reclaimable_fraction=0)
-    trainer = make_trainer(
-        Thrash(),
-        MemoryWatchdog(timeline=timeline),
-        release,
-        logging_strategy="steps",
-        logging_steps=4,
-    )
+    callbacks = (at("step_begin", thrash, 4, 5, 6, 7), MemoryWatchdog(timeline=timeline), release)
+    trainer = make_trainer(*callbacks, logging_strategy="steps", logging_steps=4)
     trainer.train()
 
     flushes = read_entries(tmp_path / "run", Flush)
@@ -190,12 +171,10 @@ def test_all_releases_between_two_lines_count_whoever_made_them(
 
 
 def test_what_a_neighbour_takes_is_foreign(make_trainer, simgpu) -> None:
-    class Intruder(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            if state.global_step == 3:
-                simgpu.card().hold(4242, 80 * MIB, "python infer.py")
+    def intrude(_) -> None:
+        simgpu.card().hold(4242, 80 * MIB, "python infer.py")
 
-    trainer = make_trainer(Intruder(), MemoryWatchdog(), **LOGGED)
+    trainer = make_trainer(at("step_begin", intrude, 3), MemoryWatchdog(), **LOGGED)
     trainer.train()
 
     assert [row["memory/foreign_gib"] * 1024 for row in rows(trainer).values()] == [0, 80, 80, 80]
@@ -359,22 +338,16 @@ def test_a_folder_taken_away_and_a_full_disk_end_nothing(make_trainer, tmp_path,
 
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    class Troubles(TrainerCallback):
-        """Before the watchdog."""
+    def limit(num_bytes: int) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
 
-        def on_log(self, args, state, control, **kwargs):
-            if state.global_step == 4:
-                shutil.rmtree(folder)
-            if state.global_step > 4:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
-
-    class Ends(TrainerCallback):
-        """Behind it, for what others write."""
-
-        def on_log(self, args, state, control, **kwargs):
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-    trainer = make_trainer(Troubles(), MemoryWatchdog(prometheus_dir=folder), Ends(), **LOGGED)
+    trainer = make_trainer(
+        at("log", lambda _: shutil.rmtree(folder), 4),
+        at("log", lambda _: limit(100), 6, 8),
+        MemoryWatchdog(prometheus_dir=folder),
+        at("log", lambda _: limit(limits[0])),  # for what others write
+        **LOGGED,
+    )
     trainer.train()
 
     assert list(rows(trainer)) == [2, 4, 6, 8]

@@ -68,27 +68,20 @@ def test_torch_and_the_driver_agree(tmp_path):
 
 @alone
 def test_a_neighbour_is_named_when_the_driver_names_it(tmp_path):
-    from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers import Trainer, TrainingArguments
 
+    from tests.events import at
     from tests.models import tiny_llama, token_rows
     from trainer_plugins import MemoryWatchdog
     from trainer_plugins.record.timeline import Remark, Timeline
 
     card, _ = one_card(tmp_path)
 
-    class Intruder(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step == 3:
-                card.hold(4_000_000, 80 * MIB, "python infer.py")
-
+    intruder = at("step_end", lambda _: card.hold(4_000_000, 80 * MIB, "python infer.py"), 3)
     timeline = Timeline()
     args = TrainingArguments(str(tmp_path), max_steps=5, report_to="none", disable_tqdm=True)
-    Trainer(
-        tiny_llama(),
-        args,
-        train_dataset=token_rows(),
-        callbacks=[Intruder(), MemoryWatchdog(timeline=timeline)],
-    ).train()
+    callbacks = [intruder, MemoryWatchdog(timeline=timeline)]
+    Trainer(tiny_llama(), args, train_dataset=token_rows(), callbacks=callbacks).train()
 
     (remark,) = [entry for entry in timeline if isinstance(entry, Remark)]
     assert (remark.step, remark.finding.code) == (3, "foreign-memory")
@@ -206,8 +199,9 @@ def train_while(
     """What is said, read and found in a training in whose step 2 the driver breaks."""
     import logging
 
-    from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers import Trainer, TrainingArguments
 
+    from tests.events import at
     from tests.models import tiny_llama, token_rows
     from trainer_plugins import CudaCacheCallback, EvalGenerateCleanup, MemoryWatchdog
     from trainer_plugins.record.timeline import Remark, Sample, Timeline
@@ -217,17 +211,11 @@ def train_while(
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("trainer_plugins").addHandler(handler)
 
-    class Break(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step == 2:
-                broken.write()
-            if state.global_step == 4:
-                at_step_4()
-
     timeline = Timeline()
     args = TrainingArguments(str(tmp_path), max_steps=6, report_to="none", disable_tqdm=True)
     callbacks = [
-        Break(),
+        at("step_end", lambda _: broken.write(), 2),
+        at("step_end", lambda _: at_step_4(), 4),
         CudaCacheCallback(1),
         EvalGenerateCleanup(),
         MemoryWatchdog(timeline=timeline),

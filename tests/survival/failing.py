@@ -13,8 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from tests import rounding
+from tests.events import at
 from tests.models import tiny_llama
 from trainer_plugins import survive_oom
+from trainer_plugins.survival.memo import memo_of
 from trainer_plugins.survival.ranks.alone import Together
 from trainer_plugins.upkeep.agreement import Agreement
 
@@ -260,6 +262,11 @@ def survive(make, where: dict[int, float], **options) -> tuple[Run, Run]:
     )
     assert survived.allocations.num_failed == len(where)
     return whole, survived
+
+
+def know_limit(trainer: Trainer, limit: float, event: str = "train_begin") -> None:
+    """Let so many tokens be known to fit, as after a resume."""
+    trainer.add_callback(at(event, lambda _: setattr(memo_of(trainer), "limit", limit)))
 
 
 def off_by(ours: list, theirs: list) -> float:

@@ -9,13 +9,11 @@ from transformers import (
     CLIPModel,
     SiglipConfig,
     SiglipModel,
-    TrainerCallback,
 )
 
 from tests.models import IS_OLD
-from tests.survival.failing import Run, numbers_off_by, small_trainer, survive
+from tests.survival.failing import Run, know_limit, numbers_off_by, small_trainer, survive
 from trainer_plugins import survive_oom
-from trainer_plugins.survival.memo import memo_of
 
 TEXT = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
         "num_attention_heads": 4, "max_position_embeddings": 32}  # fmt: skip
@@ -79,16 +77,6 @@ def test_wherever_it_fails(tmp_path) -> None:
         assert off_by_largest(survived.gradients[0], whole.gradients[0]) <= 1e-12, at
 
 
-class KnownLimit(TrainerCallback):
-    """Two rows at once, so that nothing fails."""
-
-    def __init__(self, trainer) -> None:
-        self.trainer = trainer
-
-    def on_train_begin(self, *_, **__) -> None:
-        memo_of(self.trainer).limit = 20
-
-
 @pytest.mark.skipif(IS_OLD, reason="transformers 4 cannot mask CLIP in float64")
 def test_a_piece_draws_the_same_masks_in_both_of_its_passes(tmp_path) -> None:
     trainer = contrastive(tmp_path, clip(dropout=0.5), steps=1)
@@ -97,7 +85,7 @@ def test_a_piece_draws_the_same_masks_in_both_of_its_passes(tmp_path) -> None:
     )  # survival looks into lists
     seen.set({False: [], True: []})
     survive_oom(trainer)
-    trainer.add_callback(KnownLimit(trainer))
+    know_limit(trainer, 20)  # two rows at once, so that nothing fails
     model = trainer.model
     model.train()
     for tower in (model.text_model, model.vision_model):

@@ -9,12 +9,10 @@ from transformers import (
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
-    TrainerCallback,
 )
 
-from tests.survival.failing import Run, off_by_steps, small_trainer
+from tests.survival.failing import Run, know_limit, off_by_steps, small_trainer
 from trainer_plugins import survive_oom
-from trainer_plugins.survival.memo import memo_of
 
 IMAGE, PATCHES = 120, 4
 EVEN = (1, 1, 1, 1)
@@ -92,11 +90,7 @@ def test_one_that_is_divided_beforehand_goes_on_as_it_would_have(tmp_path) -> No
     trainer = trainer_on(tmp_path, EVEN, (1, 1, 2, 0))
     survive_oom(trainer)
 
-    class Limits(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            memo_of(trainer).limit = 14
-
-    trainer.add_callback(Limits())
+    know_limit(trainer, 14, "step_begin")
     assert off_by_steps(has_gradient(Run(trainer)), has_gradient(whole)) <= 1e-5
 
 

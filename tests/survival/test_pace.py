@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
-from transformers import TrainerCallback
 
+from tests.events import at
 from tests.models import tiny_llama, token_rows
 from tests.survival.failing import small_trainer
 from trainer_plugins import survive_oom
@@ -68,15 +68,6 @@ def after_measuring(rows: list[int]) -> list[int]:
     return [*dropwhile(lambda num: num == 0, dropwhile(lambda num: num > 0, rows))]
 
 
-class FailsOnce(TrainerCallback):
-    def __init__(self, simgpu) -> None:
-        self.simgpu = simgpu
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == 2:
-            self.simgpu.fail_at(150)
-
-
 def test_a_limit_that_was_rehearsed_grows_only_after_it_was_lowered(
     tmp_path, simgpu, monkeypatch
 ) -> None:
@@ -85,7 +76,8 @@ def test_a_limit_that_was_rehearsed_grows_only_after_it_was_lowered(
     model = tiny_llama()
 
     with note_rows(model, rows):
-        trained(tmp_path, simgpu, 40, 8, model, FailsOnce(simgpu), plan_first=True)
+        fails_once = at("step_begin", lambda _: simgpu.fail_at(150), 2)
+        trained(tmp_path, simgpu, 40, 8, model, fails_once, plan_first=True)
 
     divided = after_measuring(rows)
     assert max(divided) == 32, "as was rehearsed"

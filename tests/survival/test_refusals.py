@@ -13,9 +13,9 @@ from transformers import (
     NllbMoeConfig,
     NllbMoeForConditionalGeneration,
     Trainer,
-    TrainerCallback,
 )
 
+from tests.events import at
 from tests.models import IS_OLD, tiny_llama
 from tests.survival.failing import Run, gradients_off_by, padded, small_trainer, survive
 from tests.written import read_entries, read_findings
@@ -139,14 +139,6 @@ class GhostNorm(nn.LayerNorm):
     """As others call theirs, without being a subclass of torch's."""
 
 
-def with_old_spectral_norm(model):
-    return nn.utils.spectral_norm(nn.Linear(8, 8))
-
-
-def with_spectral_norm(model):
-    return nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
-
-
 def nllb_moe():
     sizes = {
         "vocab_size": 128,
@@ -163,10 +155,6 @@ def nllb_moe():
     }
     heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
     return NllbMoeForConditionalGeneration(NllbMoeConfig(**sizes, **ffn, **heads))
-
-
-def dynamic_rope():
-    return tiny_llama(rope_scaling={"rope_type": "dynamic", "factor": 2.0})
 
 
 CASES: dict[str, tuple] = {
@@ -219,11 +207,11 @@ CASES: dict[str, tuple] = {
         r"each forward pass moves the running statistics of `model.add` \(InstanceNorm1d\)",
     ),
     "spectral norm": (
-        {"model": with_module(with_spectral_norm)},
+        {"model": with_module(lambda _: nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)))},
         r"spectral_norm \(`model.add.parametrizations.weight.0`",
     ),
     "spectral norm of old": (
-        {"model": with_module(with_old_spectral_norm)},
+        {"model": with_module(lambda _: nn.utils.spectral_norm(nn.Linear(8, 8)))},
         r"spectral_norm \(`model.add`, Linear\)",
     ),
     "capacity": (
@@ -231,7 +219,7 @@ CASES: dict[str, tuple] = {
         r"the router `model.encoder.layers.0.ffn.router` \(NllbMoeTop2Router\) has a capacity, which counts the tokens",
     ),
     "dynamic RoPE": (
-        {"model": dynamic_rope},
+        {"model": lambda: tiny_llama(rope_scaling={"rope_type": "dynamic", "factor": 2.0})},
         r"dynamic RoPE \(`model.rotary_emb`, LlamaRotaryEmbedding\) remembers the longest",
     ),
     "contrastive": (
@@ -320,11 +308,10 @@ def test_a_model_that_exchanges_its_parameters_in_training_is_not_resumed(tmp_pa
     trainer = small_trainer(tmp_path)
     head = trainer.model.lm_head
 
-    class Exchanges(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            head.weight = torch.nn.Parameter(head.weight.detach().clone())
+    def exchange(_) -> None:
+        head.weight = torch.nn.Parameter(head.weight.detach().clone())
 
-    trainer.add_callback(Exchanges())
+    trainer.add_callback(at("step_end", exchange))
     survive_oom(trainer)
 
     with pytest.raises(
@@ -357,13 +344,12 @@ def test_what_comes_with_the_optimizer_is_seen_before_the_first_step(
 def test_a_hook_that_a_later_callback_sets_is_seen_before_the_first_step(tmp_path) -> None:
     """The run is judged when its step begins; the callbacks behind ours have not begun it then."""
 
-    class HooksGradients(TrainerCallback):
-        def on_step_begin(self, args, state, control, model, **kwargs):
-            model.lm_head.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    def hook(now) -> None:
+        now.model.lm_head.weight.register_post_accumulate_grad_hook(lambda parameter: None)
 
     trainer = small_trainer(tmp_path)
     survive_oom(trainer)
-    trainer.add_callback(HooksGradients())
+    trainer.add_callback(at("step_begin", hook))
     with pytest.raises(ValueError, match=r"consumes the gradient of `lm_head\.weight`"):
         Run(trainer)
     assert trainer.state.global_step == 0

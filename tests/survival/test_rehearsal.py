@@ -11,12 +11,13 @@ import pytest
 import torch
 from datasets import Dataset
 from torch.utils.data import IterableDataset
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer
 
 from tests.models import tiny_llama
 from tests.survival.failing import (
     Gradients,
     gradients_by_rounding,
+    know_limit,
     off_by,
     off_by_steps,
     padded,
@@ -64,16 +65,6 @@ def drawing(examples):
     return batch
 
 
-class KnowsTheLimit(TrainerCallback):
-    """As after a resume."""
-
-    def __init__(self, trainer, limit: float) -> None:
-        self.trainer, self.limit = trainer, limit
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        memo_of(self.trainer).limit = self.limit
-
-
 def memo_of(trainer) -> SurvivalMemo:
     (memo,) = [one for one in trainer.callback_handler.callbacks if isinstance(one, SurvivalMemo)]
     return memo
@@ -100,7 +91,7 @@ class Trained:
         if attach:
             survive_oom(self.trainer, **options)
         if limit is not None:
-            self.trainer.add_callback(KnowsTheLimit(self.trainer, limit))
+            know_limit(self.trainer, limit, "step_begin")
         self.gradients: list[list] = []
         self.trainer.add_callback(Gradients(self.gradients))
         self.trainer.train(resume_from_checkpoint=resume)

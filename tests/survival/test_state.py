@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from tests.models import tiny_llama
-from tests.survival.failing import Run, gradients_off_by, off_by, small_trainer, survive
+from tests.survival.failing import Run, gradients_off_by, know_limit, off_by, small_trainer, survive
 from tests.survival.test_attach import remarks
 from trainer_plugins import survive_oom
 
@@ -394,12 +394,11 @@ def test_statistics_of_rows_are_refused_by_name(tmp_path, kind) -> None:
 
 def test_a_mean_that_begins_to_move_between_two_measurements(tmp_path) -> None:
     """Each micro-batch is divided beforehand; the one in which it begins is taken back."""
-    from tests.survival.test_rehearsal import KnowsTheLimit
 
     whole = Run(small_trainer(tmp_path, with_norms(Late), steps=8))
     trainer = small_trainer(tmp_path, with_norms(Late), steps=8)
     survive_oom(trainer, ladder=(), on_refusal="warn")
-    trainer.add_callback(KnowsTheLimit(trainer, 30))
+    know_limit(trainer, 30, "step_begin")
     divided = Run(trainer)
     assert gradients_off_by(divided, whole) <= 1e-6
     assert off_by(divided.weights, whole.weights) <= 1e-4

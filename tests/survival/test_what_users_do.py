@@ -14,9 +14,9 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaForCausalLM,
     Trainer,
-    TrainerCallback,
 )
 
+from tests.events import at
 from tests.models import tiny_llama
 from tests.survival.failing import (
     Run,
@@ -103,16 +103,13 @@ def test_nor_is_a_step_taken_when_the_first_micro_batch_was_divided(
 
 
 def test_a_loss_that_a_callback_computes_between_steps_adds_no_gradient(tmp_path) -> None:
-    class Looks(TrainerCallback):
-        def on_step_end(self, args, state, control, model=None, **kwargs):
-            rows = next(iter(self.trainer.get_train_dataloader()))
-            float(self.trainer.compute_loss(model.train(), rows))
-
     def make():
+        def look(now) -> None:
+            rows = next(iter(trainer.get_train_dataloader()))
+            float(trainer.compute_loss(now.model.train(), rows))
+
         trainer = small_trainer(tmp_path)
-        looks = Looks()
-        looks.trainer = trainer
-        trainer.add_callback(looks)
+        trainer.add_callback(at("step_end", look))
         return trainer
 
     whole, survived = survive(make, {1: 0.6})
@@ -123,15 +120,12 @@ def test_a_loss_that_a_callback_computes_between_steps_adds_no_gradient(tmp_path
 def test_nor_is_one_within_a_step_taken_for_a_micro_batch(tmp_path, on_refusal: str) -> None:
     """Divided, it has a gradient before anybody asks for one."""
 
-    class Looks(TrainerCallback):
-        def on_substep_end(self, args, state, control, model=None, **kwargs):
-            memo_of(self.trainer).limit = 20
-            float(self.trainer.compute_loss(model.train(), padded(ragged_rows(4))))
+    def look(now) -> None:
+        memo_of(trainer).limit = 20
+        float(trainer.compute_loss(now.model.train(), padded(ragged_rows(4))))
 
     trainer = small_trainer(tmp_path)
-    looks = Looks()
-    looks.trainer = trainer
-    trainer.add_callback(looks)
+    trainer.add_callback(at("substep_end", look))
     survive_oom(trainer, on_refusal=on_refusal)
     with pytest.raises(
         RuntimeError, match=r"once for each compute_loss, so the gradients of this step are wrong"
@@ -241,15 +235,8 @@ def test_gpt2(tmp_path) -> None:
 
 
 def test_attached_in_the_middle_of_a_run_it_is_saved_with_it(tmp_path) -> None:
-    class Late(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            if state.global_step == 1:
-                survive_oom(self.trainer)
-
     trainer = small_trainer(tmp_path, save_strategy="steps", save_steps=1, steps=3)
-    late = Late()
-    late.trainer = trainer
-    trainer.add_callback(late)
+    trainer.add_callback(at("step_begin", lambda _: survive_oom(trainer), 1))
     trainer.train()
     assert (tmp_path / "checkpoint-3" / "trainer_state.json").exists()
 
