@@ -141,6 +141,13 @@ def simgpu(monkeypatch):
     simgpu_module.set_capacity(CAPACITY_BYTES)
 
 
+@pytest.fixture
+def small(simgpu):
+    """A card on which two rows fit and 64 do not."""
+    simgpu.set_capacity(40 * MIB)
+    return simgpu
+
+
 @pytest.fixture(params=["cpu", "simgpu", CUDA])
 def anywhere(request, monkeypatch):
     """The test runs on the CPU, the simulated card, and a CUDA card where there is one.

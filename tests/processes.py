@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -102,6 +103,13 @@ def left_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
             if is_its and each.status() != psutil.STATUS_ZOMBIE:
                 left.append(each)
     return left
+
+
+def free_port() -> str:
+    """Return a port at which nobody listens now."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
 
 
 def run(

@@ -6,7 +6,6 @@ import json
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 from functools import partial
@@ -39,6 +38,11 @@ os._exit(0)  # gloo now and then aborts a process at its end
 OBSERVE = ("--preset", "observe")
 """It sets nothing, and so says nothing."""
 
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2")
+SIMGPU = ("-m", "trainer_plugins.testing.simgpu", "--capacity", "3MiB", "train.py")
+TOO_MANY = "per_device_train_batch_size=64"
+SHOWS_ENVIRON = "import json, os; print(json.dumps(dict(os.environ)))"
+
 NOTHING = "trainer-plugins exec: nothing was protected: no Trainer reported from this command. "
 
 
@@ -46,6 +50,13 @@ def execute(*arguments: object, cwd: Path, **environ: str) -> subprocess.Complet
     command = [sys.executable, "-m", "trainer_plugins", "exec", *map(str, arguments)]
     path = os.pathsep.join(filter(None, [environ.pop("path", None), str(ROOT)]))
     return processes.run(command, cwd=cwd, environ={**os.environ, "PYTHONPATH": path, **environ})
+
+
+def write_small(folder: Path, sizes: str, trains: str) -> None:
+    """Write a script that trains, and ends when it has."""
+    text = SCRIPT[: SCRIPT.index("facts =")].replace("use_cpu=True", sizes)
+    text = text.replace("trainer.train()", trains)
+    (folder / "train.py").write_text(f"from contextlib import suppress{text}")
 
 
 def test_two_that_wait_for_one_module_are_both_called() -> None:
@@ -61,21 +72,9 @@ def test_two_that_wait_for_one_module_are_both_called() -> None:
 @pytest.mark.all
 def test_two_ranks_of_torchrun(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    launch = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        2,
-        "--master-port",
-        port,
-        "train.py",
-    ]
+    launch = (*TORCHRUN, "--master-port", processes.free_port(), "train.py")
 
-    done = execute("--preset", "observe", "--memory-every-steps", "2", "--", *launch, cwd=tmp_path)
+    done = execute(*OBSERVE, "--memory-every-steps", "2", "--", *launch, cwd=tmp_path)
 
     assert done.returncode == 0, done.stderr[-3000:]
     for rank in (0, 1):
@@ -174,9 +173,7 @@ def test_only_what_the_preset_needs_is_set_and_is_said_in_one_line(tmp_path: Pat
 )
 @pytest.mark.all(but=2)
 def test_expandable_segments_stay_off_beside_vllm(tmp_path: Path, flags, words, is_expandable):
-    code = "import json, os; print(json.dumps(dict(os.environ)))"
-
-    done = execute(*flags, "--", sys.executable, "-c", code, *words, cwd=tmp_path)
+    done = execute(*flags, "--", sys.executable, "-c", SHOWS_ENVIRON, *words, cwd=tmp_path)
 
     environ = json.loads(done.stdout)
     asked = [text for name, text in environ.items() if name.endswith("ALLOC_CONF")]
@@ -187,9 +184,9 @@ def test_expandable_segments_stay_off_beside_vllm(tmp_path: Path, flags, words, 
 def test_variables_in_front_of_a_pasted_command_are_set(tmp_path: Path) -> None:
     """And known before our own are chosen; what looks alike behind the program is its own."""
     setting = "PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:64"
-    code = "import json, os; print(json.dumps(dict(os.environ)))"
+    program = (sys.executable, "-c", SHOWS_ENVIRON, "B=1")
 
-    done = execute("--", setting, "MINE=a=b", sys.executable, "-c", code, "B=1", cwd=tmp_path)
+    done = execute("--", setting, "MINE=a=b", *program, cwd=tmp_path)
 
     environ = json.loads(done.stdout)
     asked = {text for name, text in environ.items() if name.endswith("ALLOC_CONF")}
@@ -245,15 +242,22 @@ def test_the_users_own_sitecustomize_is_read(tmp_path: Path) -> None:
     )
 
 
-def test_what_the_users_own_sitecustomize_raises_python_reports(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text("1 / 0")
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
+    ],
+)
+def test_what_the_users_own_sitecustomize_raises_python_reports(tmp_path, text, error) -> None:
+    (tmp_path / "sitecustomize.py").write_text(text)
 
     done = execute(
         *OBSERVE, "--", sys.executable, "-c", "print('went on')", cwd=tmp_path, path=str(tmp_path)
     )
 
     assert (done.returncode, done.stdout) == (0, "went on\n")
-    reported = "Error in sitecustomize; set PYTHONVERBOSE for traceback:\nZeroDivisionError: division by zero\n"
+    reported = f"Error in sitecustomize; set PYTHONVERBOSE for traceback:\n{error}\n"
     assert done.stderr.startswith(reported * 2 + NOTHING)  # in our own Python, and under it
 
 
@@ -316,17 +320,10 @@ def test_a_run_that_lost_the_hook_is_told_so_however_it_ends(tmp_path: Path, com
 @pytest.mark.parametrize("caught", ["", "with suppress(RuntimeError): "])
 def test_a_run_that_dies_of_memory_ends_with_its_explanation(tmp_path: Path, caught: str) -> None:
     """Of two ranks that both fail, one; a program that goes on has none."""
-    text = SCRIPT[: SCRIPT.index("facts =")].replace(
-        "use_cpu=True", "per_device_train_batch_size=64"
-    )
-    text = text.replace("trainer.train()", f"{caught}trainer.train()")
-    (tmp_path / "train.py").write_text(f"from contextlib import suppress{text}")
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2")
-    simgpu = ("-m", "trainer_plugins.testing.simgpu", "--capacity", "3MiB", "train.py")
+    write_small(tmp_path, TOO_MANY, f"{caught}trainer.train()")
 
-    done = execute(
-        *OBSERVE, "--", *(torchrun if not caught else (sys.executable,)), *simgpu, cwd=tmp_path
-    )
+    launcher = (sys.executable,) if caught else TORCHRUN
+    done = execute(*OBSERVE, "--", *launcher, *SIMGPU, cwd=tmp_path)
 
     records = [*(tmp_path / "out" / "_trainer_plugins").glob("oom-rank*.json")]
     assert len(records) == (1 if caught else 2), done.stderr
@@ -353,13 +350,9 @@ trainer.train()"""
 @pytest.mark.all
 @pytest.mark.slow
 def test_where_the_highest_rank_ends_first_it_alone_explains(tmp_path: Path) -> None:
-    sizes = "ddp_broadcast_buffers=False, per_device_train_batch_size=64"
-    text = SCRIPT[: SCRIPT.index("facts =")].replace("use_cpu=True", sizes)
-    (tmp_path / "train.py").write_text(text.replace("trainer.train()", LAST))
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2")
-    simgpu = ("-m", "trainer_plugins.testing.simgpu", "--capacity", "3MiB", "train.py")
+    write_small(tmp_path, f"ddp_broadcast_buffers=False, {TOO_MANY}", LAST)
 
-    done = execute(*OBSERVE, "--", *torchrun, *simgpu, cwd=tmp_path)
+    done = execute(*OBSERVE, "--", *TORCHRUN, *SIMGPU, cwd=tmp_path)
 
     records = sorted((tmp_path / "out" / "_trainer_plugins").glob("oom-rank*.json"))
     assert len(records) == 2, done.stderr
@@ -372,14 +365,9 @@ def test_where_the_highest_rank_ends_first_it_alone_explains(tmp_path: Path) -> 
 def test_a_run_that_dies_of_something_else_is_not_explained_by_an_earlier_oom(
     tmp_path: Path,
 ) -> None:
-    text = SCRIPT[: SCRIPT.index("facts =")].replace(
-        "use_cpu=True", "per_device_train_batch_size=64"
-    )
-    text = text.replace("trainer.train()", "with suppress(RuntimeError): trainer.train()\n1 / 0")
-    (tmp_path / "train.py").write_text(f"from contextlib import suppress{text}")
-    simgpu = ("-m", "trainer_plugins.testing.simgpu", "--capacity", "3MiB", "train.py")
+    write_small(tmp_path, TOO_MANY, "with suppress(RuntimeError): trainer.train()\n1 / 0")
 
-    done = execute(*OBSERVE, "--", sys.executable, *simgpu, cwd=tmp_path)
+    done = execute(*OBSERVE, "--", sys.executable, *SIMGPU, cwd=tmp_path)
 
     assert (tmp_path / "out" / "_trainer_plugins" / "oom-rank0.json").exists(), done.stderr
     assert "ZeroDivisionError: division by zero" in done.stderr
@@ -456,19 +444,6 @@ def test_a_command_that_cannot_be_run_ends_as_in_a_shell(
         "",
         f"trainer-plugins exec: {says}\n",
     )
-
-
-def test_a_module_that_the_users_own_sitecustomize_misses_is_named(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text("import no_such_module")
-
-    done = execute(
-        *OBSERVE, "--", sys.executable, "-c", "print('went on')", cwd=tmp_path, path=str(tmp_path)
-    )
-
-    assert (done.returncode, done.stdout) == (0, "went on\n")
-    missing = "ModuleNotFoundError: No module named 'no_such_module'\n"
-    reported = "Error in sitecustomize; set PYTHONVERBOSE for traceback:\n" + missing
-    assert done.stderr.startswith(reported * 2 + NOTHING)
 
 
 def test_what_every_python_reads_is_written_for_every_python() -> None:

@@ -26,13 +26,6 @@ def losses(trainer) -> list[float]:
     return [line["loss"] for line in trainer.state.log_history if "loss" in line]
 
 
-@pytest.fixture
-def small(simgpu):
-    """A card on which two rows fit and 64 do not."""
-    simgpu.set_capacity(40 * MIB)
-    return simgpu
-
-
 def trainer_with_long_rows(make_trainer, *callbacks, **kwargs):
     trainer = make_trainer(*callbacks, **TOO_MANY, **kwargs)
     trainer.train_dataset = token_rows(64, 128)

@@ -127,23 +127,32 @@ def test_a_folder_that_cannot_be_made_is_said_once_and_harms_nothing(
     assert "set output_dir to a writable folder" in record.message
 
 
-def test_a_full_disk_loses_no_line_and_breaks_none(tmp_path: Path) -> None:
-    # A limit on the size of files fills up in the middle of a line, as a disk does.
-    path = tmp_path / "rank-0.jsonl"
-    code = f"""
+def on_a_full_disk(path: Path, code: str) -> subprocess.CompletedProcess[str]:
+    """Write into a file that may not grow past some bytes: that ends in the middle of a line, as a disk does."""
+    prelude = f"""
 import resource, sys
 sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
 from pathlib import Path
 from tests.test_timeline import ENTRIES
 from trainer_plugins.record.timeline import Timeline
-timeline = Timeline(Path({str(path)!r}))
-resource.setrlimit(resource.RLIMIT_FSIZE, (300, resource.RLIM_INFINITY))
+path = Path({str(path)!r})
+def limit(num_bytes): resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
+"""
+    command = [sys.executable, "-c", prelude + code]
+    return subprocess.run(command, check=True, capture_output=True, text=True)
+
+
+def test_a_full_disk_loses_no_line_and_breaks_none(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.jsonl"
+    code = """
+timeline = Timeline(path)
+limit(300)
 for entry in ENTRIES: timeline.add(entry)
-print(Path({str(path)!r}).stat().st_size)
-resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+print(path.stat().st_size)
+limit(resource.RLIM_INFINITY)
 for entry in ENTRIES: timeline.add(entry)
 """
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    done = on_a_full_disk(path, code)
 
     assert done.stdout.strip() == "300"  # it really was cut in the middle
     assert done.stderr.count("could not be written") == 1
@@ -173,19 +182,14 @@ def test_a_file_put_in_its_place_is_gone_on_with(tmp_path: Path) -> None:
 def test_what_a_full_disk_refuses_is_kept_as_long_as_what_is_in_memory(tmp_path: Path) -> None:
     # The first line is cut in the middle, and given up when a third comes: two are kept.
     path = tmp_path / "rank-0.jsonl"
-    code = f"""
-import resource, sys
-sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
-from pathlib import Path
-from tests.test_timeline import ENTRIES
-from trainer_plugins.record.timeline import Timeline
-timeline = Timeline(Path({str(path)!r}), capacity=2)
-resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+    code = """
+timeline = Timeline(path, capacity=2)
+limit(100)
 for entry in ENTRIES * 2: timeline.add(entry)
-assert Path({str(path)!r}).stat().st_size == 100
-resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+assert path.stat().st_size == 100
+limit(resource.RLIM_INFINITY)
 timeline.add(ENTRIES[0])
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    on_a_full_disk(path, code)
 
     assert read_timeline(path) == [ENTRIES[2], ENTRIES[0]]

@@ -18,6 +18,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from tests.events import at
 from tests.models import tiny_llama
 from tests.survival.classes.batches import batch_for
 from tests.survival.classes.tiny import tiny_model
@@ -143,44 +144,56 @@ def test_everything_is_as_it_was_also_when_training_raises(make_trainer, error) 
 def test_a_forward_of_your_own_without_gradients_keeps_its_cache(make_trainer) -> None:
     model = Asking(tiny_llama().config)
 
-    class Decodes(TrainerCallback):
-        @torch.no_grad()
-        def on_step_end(self, args, state, control, **kwargs):
-            model.asked = []
-            model(input_ids=torch.tensor(PROMPT, device=args.device))
+    @torch.no_grad()
+    def decode(now) -> None:
+        model.asked = []
+        model(input_ids=torch.tensor(PROMPT, device=now.args.device))
 
-    make_trainer(
-        Decodes(), KVCacheGuard(), model=model, gradient_checkpointing=True, max_steps=1
-    ).train()
+    callbacks = (at("step_end", decode), KVCacheGuard())
+    make_trainer(*callbacks, model=model, gradient_checkpointing=True, max_steps=1).train()
 
     assert model.asked == [(True, True)]
 
 
 def test_a_generate_that_raises_restores_too(make_trainer) -> None:
-    class Wrong(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            model = kwargs["model"]
-            model.model.layers[0].eval()  # as one freezes a layer's dropout
-            self.before = frozen_state(model)
-            with pytest.raises(ValueError, match="not used by the model"):
-                text(model, no_such_argument=1)
-            self.after = frozen_state(model)
+    states = []
 
-    wrong = Wrong()
-    make_trainer(wrong, KVCacheGuard(), gradient_checkpointing=True, max_steps=1).train()
+    def generate(now) -> None:
+        now.model.model.layers[0].eval()  # as one freezes a layer's dropout
+        states.append(frozen_state(now.model))
+        with pytest.raises(ValueError, match="not used by the model"):
+            text(now.model, no_such_argument=1)
+        states.append(frozen_state(now.model))
 
-    assert wrong.after == wrong.before
+    callbacks = (at("step_end", generate), KVCacheGuard())
+    make_trainer(*callbacks, gradient_checkpointing=True, max_steps=1).train()
+
+    before, after = states
+    assert after == before
 
 
-def test_the_callers_word_on_the_cache_counts(make_trainer) -> None:
+WITHOUT_CACHE = GenerationConfig(
+    use_cache=False, max_new_tokens=4, eos_token_id=127, pad_token_id=0
+)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ((), {"use_cache": False, "max_new_tokens": 24}),
+        ((), {"generation_config": WITHOUT_CACHE}),
+        ((WITHOUT_CACHE,), {}),
+    ],
+    ids=["argument", "config", "config by place"],
+)
+def test_the_callers_word_on_the_cache_counts(make_trainer, given, named) -> None:
     model = Asking(tiny_llama().config)
 
-    class WithoutCache(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            model.asked = []
-            text(model, use_cache=False)
+    def generate(now) -> None:
+        model.asked = []
+        model.generate(torch.tensor(PROMPT, device=now.args.device), *given, **named)
 
-    make_trainer(WithoutCache(), KVCacheGuard(), model=model, max_steps=1).train()
+    make_trainer(at("step_end", generate), KVCacheGuard(), model=model, max_steps=1).train()
 
     assert {use_cache for _, use_cache in model.asked} == {False}
 
@@ -203,24 +216,6 @@ def test_ones_own_preview_code() -> None:
     assert frozen_state(model) == before
 
 
-def test_a_generation_config_is_the_callers_word_too(make_trainer) -> None:
-    model = Asking(tiny_llama().config)
-
-    class WithConfig(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            model.asked = []
-            config = GenerationConfig(
-                use_cache=False, max_new_tokens=4, eos_token_id=127, pad_token_id=0
-            )
-            prompt = torch.tensor(PROMPT, device=args.device)
-            model.generate(prompt, generation_config=config)
-            model.generate(prompt, config)
-
-    make_trainer(WithConfig(), KVCacheGuard(), model=model, max_steps=1).train()
-
-    assert {use_cache for _, use_cache in model.asked} == {False}
-
-
 def test_a_generate_of_the_models_own_gets_what_it_was_given(make_trainer) -> None:
     class Own(torch.nn.Module):
         def __init__(self) -> None:
@@ -234,24 +229,18 @@ def test_a_generate_of_the_models_own_gets_what_it_was_given(make_trainer) -> No
         def generate(self, prompt, temperature=1.0):
             self.generated.append((prompt, temperature, self.training))
 
-    class Preview(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            kwargs["model"].generate("once", temperature=0.5)
-
     model = Own()
-    make_trainer(Preview(), KVCacheGuard(), model=model, max_steps=1).train()
+    previews = at("step_end", lambda now: now.model.generate("once", temperature=0.5))
+    make_trainer(previews, KVCacheGuard(), model=model, max_steps=1).train()
 
     assert model.generated == [("once", 0.5, False)]
     assert "generate" not in vars(model)
 
 
 def test_a_wrapper_put_over_ours_stays(make_trainer) -> None:
-    class Wraps(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            vars(kwargs["model"])["generate"] = print
-
     model = tiny_llama()
-    make_trainer(KVCacheGuard(), Wraps(), model=model, max_steps=1).train()
+    wraps = at("step_end", lambda now: vars(now.model).update(generate=print))
+    make_trainer(KVCacheGuard(), wraps, model=model, max_steps=1).train()
 
     assert vars(model)["generate"] is print
 

@@ -20,6 +20,7 @@ from huggingface_hub.utils._paths import filter_repo_objects
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from tests.events import at
 from tests.models import tiny_llama, token_rows
 from tests.written import read_entries
 from trainer_plugins import MemoryWatchdog, OOMReporter, protect, report_oom
@@ -29,14 +30,6 @@ from trainer_plugins.record.oom_record import OomRecord, Planned, read_oom_recor
 from trainer_plugins.record.run_facts import read_run_facts
 from trainer_plugins.record.timeline import Failure
 from trainer_plugins.units import MIB
-
-
-@pytest.fixture
-def small(simgpu):
-    """A card on which two rows fit and 64 do not."""
-    simgpu.set_capacity(40 * MIB)
-    return simgpu
-
 
 TOO_MANY = {"per_device_train_batch_size": 64}
 
@@ -178,11 +171,10 @@ def test_a_second_run_in_the_folder_leaves_the_first_as_it_was(
 def test_another_error_is_no_oom_and_is_noted_in_the_timeline_alone(
     make_trainer, tmp_path, capfd
 ) -> None:
-    class Breaks(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            raise ValueError("hf_0123456789abcdef is no dataset\nsecond line")
+    def fail(_) -> None:
+        raise ValueError("hf_0123456789abcdef is no dataset\nsecond line")
 
-    trainer = make_trainer(Breaks(), OOMReporter())
+    trainer = make_trainer(at("step_end", fail), OOMReporter())
     with pytest.raises(ValueError, match="is no dataset"):
         trainer.train()
 

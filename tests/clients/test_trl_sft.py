@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import socket
 import sys
 from pathlib import Path
 
@@ -68,9 +67,7 @@ def client(tmp_path_factory) -> Path:
     ],
 )
 def test_sft(client: Path, recipe: str, num_ranks: int) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = processes.free_port()
     command = re.sub(r"--num_processes \d", rf"\g<0> --main_process_port {port}", recipe)
     command = re.sub(r"--output_dir \S+", rf"\g<0>-{num_ranks}", command)
     environ = {

@@ -2,13 +2,12 @@
 
 import json
 import os
-import socket
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests import processes
+from tests.distributed.launched import torchrun
 from trainer_plugins.testing import simgpu
 from trainer_plugins.units import MIB
 
@@ -19,14 +18,10 @@ ROOT = Path(__file__).parent.parent.parent
 def test_two_ranks(tmp_path: Path) -> None:
     if (reason := simgpu.unavailable_reason()) is not None:
         pytest.skip(reason)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     card = ("-m", "trainer_plugins.testing.simgpu", "--capacity", "256MiB")
-    launcher = ("torch.distributed.run", "--nproc-per-node", "2", "--master-port", port)
     script = Path(__file__).with_name("two_ranks.py")
     done = processes.run(
-        [sys.executable, "-m", *launcher, *card, script, tmp_path],
+        [*torchrun(2), *card, script, tmp_path],
         cwd=tmp_path,
         environ={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )

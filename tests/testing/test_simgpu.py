@@ -4,7 +4,6 @@ would."""
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import textwrap
@@ -260,23 +259,12 @@ def losses_of_one_rank(tmp_path_factory):
 @pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
 @pytest.mark.all(but=1)
 def test_two_ranks_train_as_one(tmp_path, launcher, losses_of_one_rank):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    two = [
-        "--num_processes",
-        "2",
-        "--num_machines",
-        "1",
-        "--multi_gpu",
-        "--main_process_port",
-        port,
-    ]
-    plain = ["--mixed_precision", "no", "--dynamo_backend", "no"]
-    command = {
-        "torchrun": ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port],
-        "accelerate": ["-m", "accelerate.commands.launch", *two, *plain],
-    }[launcher]
+    words = {
+        "torchrun": "torch.distributed.run --nproc-per-node 2 --master-port",
+        "accelerate": "accelerate.commands.launch --num_processes 2 --num_machines 1 --multi_gpu"
+        " --mixed_precision no --dynamo_backend no --main_process_port",
+    }
+    command = ["-m", *words[launcher].split(), processes.free_port()]
     story = """
     t = trainer(llama(), per_device_train_batch_size=2)
     t.train()
