@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from tests import commands
+from tests import commands, processes
 from tests.test_timeline import ENTRIES
 from trainer_plugins import __version__
 from trainer_plugins.cli import app
@@ -21,12 +21,7 @@ from trainer_plugins.testing.nvml import ScriptedNvml, unavailable_reason
 
 
 def command(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "trainer_plugins", *map(str, arguments)],
-        check=False,
-        capture_output=True,
-        text=True,
-    )
+    return processes.run([sys.executable, "-m", "trainer_plugins", *map(str, arguments)])
 
 
 def test_the_report_of_a_run(tmp_path: Path) -> None:

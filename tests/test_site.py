@@ -2,12 +2,12 @@
 
 import importlib.util
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests import processes
 from tests.report.browser import luminance, measured_in
 from tests.report.chromium import CHROMIUM, chromium
 
@@ -47,13 +47,8 @@ def site(tmp_path_factory) -> Path:
     if importlib.util.find_spec("material") is None:
         pytest.skip("mkdocs-material is not installed: pip install '.[docs]'")
     folder = tmp_path_factory.mktemp("site")
-    done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder],
-        cwd=ROOT,
-        check=False,
-        capture_output=True,
-        text=True,
-    )
+    words = ("-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder)
+    done = processes.run([sys.executable, *words], cwd=ROOT, fresh="it needs no torch")
     assert done.returncode == 0, done.stderr[-3000:]
     return folder
 

@@ -244,7 +244,7 @@ def test_a_device_that_cannot_be_read_is_said_and_harms_nothing(
 
 
 def test_a_model_in_training_can_be_copied_and_pickled(make_trainer) -> None:
-    copies: list[torch.nn.Module] = []
+    copies: list = []
 
     def take_copies(now) -> None:
         copies.extend((copy.deepcopy(now.model), pickle.loads(pickle.dumps(now.model))))

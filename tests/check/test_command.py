@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import processes
 from tests.drycuda.scripts import TRAINS, place
 from tests.models import SMALL_GPT2
 
@@ -24,13 +25,9 @@ except SystemExit as end:
 
 def check(*arguments: object, **environ: str) -> subprocess.CompletedProcess[str]:
     """Run it in a process that fails if torch was imported."""
-    return subprocess.run(
-        [sys.executable, "-c", WITHOUT_TORCH, "check", *map(str, arguments)],
-        check=False,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "TRAINER_PLUGINS_CACHE": "", **environ},
-    )
+    command = [sys.executable, "-c", WITHOUT_TORCH, "check", *map(str, arguments)]
+    environ = {**os.environ, "TRAINER_PLUGINS_CACHE": "", **environ}
+    return processes.run(command, environ=environ, fresh="it imports no torch")
 
 
 def codes(printed: str) -> set[str]:

@@ -178,14 +178,8 @@ def test_an_installation_below_a_name_with_a_space(tmp_path: Path) -> None:
         "print(compose(overrides=['+trainer_plugins=observe']).trainer_plugins.callbacks.memory_watchdog)"
     )
     environment = {**os.environ, "PYTHONPATH": str(site)}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        check=False,
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env=environment,
-    )
+    command, why = [sys.executable, "-c", code], "it imports what lies there"
+    done = processes.run(command, cwd=tmp_path, environ=environment, fresh=why)
     assert "trainer_plugins.callbacks.MemoryWatchdog" in done.stdout, done.stderr[-2000:]
 
 

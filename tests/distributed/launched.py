@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -66,18 +65,12 @@ class Launched:
 def torchrun(num_ranks: int) -> list[str]:
     """The words before a script that start so many ranks of it."""
     words = ["-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)]
-    return [sys.executable, *words, "--master-port", free_port()]
-
-
-def free_port() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
+    return [sys.executable, *words, "--master-port", processes.free_port()]
 
 
 def command(config: str | Path, flags: tuple[str, ...] = (), script: Path = TRAIN) -> list[str]:
     file = path(config) if isinstance(config, str) else config
-    flags = ("--num_processes", "2", "--main_process_port", free_port(), *flags)
+    flags = ("--num_processes", "2", "--main_process_port", processes.free_port(), *flags)
     return [
         sys.executable,
         "-m",

@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -21,6 +20,7 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.integrations import TensorBoardCallback
 
+from tests import processes
 from tests.models import tiny_llama, token_rows
 from trainer_plugins import (
     CudaCacheCallback,
@@ -111,11 +111,11 @@ def train(rank: int, folder: Path, story: str) -> None:
     (folder / f"steps-{rank}.json").write_text(json.dumps(steps))
 
 
-def fork(rank: int, port: int, folder: Path, story: str) -> int:
+def fork(rank: int, port: str, folder: Path, story: str) -> int:
     pid = os.fork()
     if pid:
         return pid
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": str(port)}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": port}
     printed = os.open(folder / f"printed-{rank}.txt", os.O_CREAT | os.O_WRONLY)
     os.dup2(printed, 1)
     os.dup2(printed, 2)
@@ -133,9 +133,7 @@ def fork(rank: int, port: int, folder: Path, story: str) -> int:
 
 def run(folder: Path, story: str) -> dict[str, object]:
     folder.mkdir()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = processes.free_port()
     began = time.monotonic()
     left = {fork(rank, port, folder, story): rank for rank in (0, 1)}
     codes, is_hanging = {}, False

@@ -2,27 +2,20 @@
 
 import json
 import os
-import socket
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests import processes
+from tests.distributed.launched import torchrun
 
 ROOT = Path(__file__).parent.parent.parent
 SCRIPT = Path(__file__).with_name("refused.py")
 
 
 def launch(tmp_path: Path, story: str) -> list[dict[str, object]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    command = ["torch.distributed.run", "--nproc-per-node", "2", "--master-port", port]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = processes.run(
-        [sys.executable, "-m", *command, SCRIPT, tmp_path, story], cwd=tmp_path, environ=environ
-    )
+    done = processes.run([*torchrun(2), SCRIPT, tmp_path, story], cwd=tmp_path, environ=environ)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads((tmp_path / f"facts-{rank}.json").read_text()) for rank in (0, 1)]
 

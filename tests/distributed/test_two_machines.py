@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests import processes
-from tests.distributed.launched import QUIET, command, finished, free_port, start
+from tests.distributed.launched import QUIET, command, finished, start
 
 HOSTS = ("10.77.0.1", "10.77.0.2")
 
@@ -52,7 +52,7 @@ def test_two_machines_train_together(
     machines: tuple[list[list[str]], str, list[str]], tmp_path: Path
 ) -> None:
     prefixes, address, networks = machines
-    output_dir, port = tmp_path / "run", free_port()
+    output_dir, port = tmp_path / "run", processes.free_port()
     running = []
     for rank, (prefix, network) in enumerate(zip(prefixes, networks, strict=True)):
         flags = ("--num_machines", "2", "--machine_rank", str(rank), "--main_process_ip", address)

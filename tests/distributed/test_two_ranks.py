@@ -3,13 +3,13 @@
 import json
 import os
 import re
-import socket
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests import processes
+from tests.distributed.launched import torchrun
 from tests.written import read_entries
 from trainer_plugins.record.timeline import Flush, Sample
 from trainer_plugins.testing import simgpu
@@ -20,28 +20,17 @@ SCRIPT = Path(__file__).with_name("two_ranks.py")
 
 def launch(tmp_path: Path, story: str, device: str, launcher: str) -> tuple[list[dict], list[list]]:
     """The facts that each rank wrote, and its timeline."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     if launcher == "torchrun":
-        command = ["torch.distributed.run", "--nproc-per-node", "2", "--master-port", port]
+        command = torchrun(2)
     else:
-        command = [
-            "accelerate.commands.launch",
-            "--num_processes",
-            "2",
-            "--main_process_port",
-            port,
-            "--multi_gpu",
-        ]
+        words = ["--num_processes", "2", "--main_process_port", processes.free_port()]
+        command = [sys.executable, "-m", "accelerate.commands.launch", *words, "--multi_gpu"]
     if device == "simgpu":
         if (reason := simgpu.unavailable_reason()) is not None:
             pytest.skip(reason)
         command += ["-m", "trainer_plugins.testing.simgpu", "--capacity", "256MiB"]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = processes.run(
-        [sys.executable, "-m", *command, SCRIPT, tmp_path, story], cwd=tmp_path, environ=environ
-    )
+    done = processes.run([*command, SCRIPT, tmp_path, story], cwd=tmp_path, environ=environ)
     assert done.returncode == 0, done.stderr[-3000:]
     facts = [json.loads((tmp_path / f"facts-{rank}.json").read_text()) for rank in (0, 1)]
     timelines = [read_entries(tmp_path, rank=rank) for rank in (0, 1)]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests import processes
 from tests.test_cli import command
 from trainer_plugins.launch import configs
 from trainer_plugins.launch.lint.document import Document, read_document
@@ -255,22 +256,8 @@ def test_accelerate_launch_from_another_directory(
     words = [*words, "--main_process_port", "0"]
     path = command("configs", "path", name).stdout.strip()
     environment = {**os.environ, "PYTHONPATH": "", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "accelerate.commands.launch",
-            "--config_file",
-            path,
-            *words,
-            "train.py",
-        ],
-        cwd=tmp_path,
-        env=environment,
-        check=False,
-        capture_output=True,
-        text=True,
-    )
+    launch = (sys.executable, "-m", "accelerate.commands.launch", "--config_file", path, *words)
+    done = processes.run([*launch, "train.py"], cwd=tmp_path, environ=environment)
 
     assert done.returncode == 0, done.stderr
     stage = None if name == "ddp" else 3

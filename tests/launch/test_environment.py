@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from tests import processes
 from trainer_plugins.launch import environment
 from trainer_plugins.launch.environment import launch_environment
 
@@ -27,13 +28,8 @@ def clean(**variables: str) -> dict[str, str]:
 
 
 def call(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "trainer_plugins", "env", *arguments],
-        env=clean(**variables),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-m", "trainer_plugins", "env", *arguments]
+    return processes.run(command, environ=clean(**variables), fresh="as a shell starts it")
 
 
 def in_shell(shell: str, script: str, **variables: str) -> dict[str, str]:

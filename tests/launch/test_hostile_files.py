@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests import processes
 from tests.launch.bad_files import deepspeed
 from trainer_plugins.launch.lint.document import read_document
 from trainer_plugins.launch.lint.judge import judge_document
@@ -86,13 +87,8 @@ def test_it_is_refused_on_one_line(tmp_path: Path, name: str, text: str, says: s
     file = tmp_path / name
     file.write_text(text, encoding="latin-1")
 
-    done = subprocess.run(
-        [sys.executable, "-m", "trainer_plugins", "configs", "check", file],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=120,  # ends a hang; today's answer takes a second
-    )
+    command: list[str | Path] = [sys.executable, "-m", "trainer_plugins", "configs", "check", file]
+    done = processes.run(command, timeout=120)  # ends a hang; today's answer takes a second
 
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"trainer-plugins configs: {file}")

@@ -3,7 +3,6 @@
 import ctypes
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -96,15 +95,9 @@ def test_a_file_of_the_user_is_not_taken_for_a_module_of_python(tmp_path):
         Path(sys.executable).parent / "trainer-plugins"
     )  # python -m would look there by itself
     words = ["--model", ".", "--seq-length", "64", "--accelerate-config", "launch.yaml", "--json"]
-    done = subprocess.run(
-        [program, "plan", *words],
-        check=False,
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        timeout=600,
-        env={**os.environ, "TMPDIR": str(tmp_path / "scratch")},
-    )
+    environ = {**os.environ, "TMPDIR": str(tmp_path / "scratch")}
+    why = "its start looks for modules"
+    done = processes.run([program, "plan", *words], cwd=folder, environ=environ, fresh=why)
 
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["num_gpus"] == 2

@@ -12,8 +12,6 @@ from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
     Trainer,
-    ViTConfig,
-    ViTForImageClassification,
     Wav2Vec2Config,
     Wav2Vec2ForSequenceClassification,
     default_data_collator,
@@ -30,6 +28,7 @@ from tests.survival.failing import (
     survive,
 )
 from tests.survival.test_attach import remarks
+from tests.survival.test_families import images
 from trainer_plugins import survive_oom
 from trainer_plugins.survival.memo import memo_of
 
@@ -314,7 +313,7 @@ def test_batch_statistics_that_begin_at_eight_rows(tmp_path) -> None:
 
 
 def test_batch_statistics_of_eight_images_that_cannot_be_cut_short(tmp_path) -> None:
-    trainer = images(tmp_path)
+    trainer = images(tmp_path, per_device_train_batch_size=8)
     vit = trainer.model.vit
     vit.layernorm = nn.Sequential(vit.layernorm, CentredFrom(8))
     survive_oom(trainer, ladder=())
@@ -421,33 +420,8 @@ def takes_three(module, args) -> None:
         )
 
 
-def images(tmp_path):
-    sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
-    torch.manual_seed(0)
-    model = ViTForImageClassification(
-        ViTConfig(**sizes, image_size=8, patch_size=4, num_labels=3)
-    ).double()
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(
-            not name.endswith(("key.bias", "k_proj.bias"))
-        )  # whose gradient is 0, and rounding
-    dice = torch.Generator().manual_seed(0)
-    rows = [
-        {"pixel_values": torch.rand(3, 8, 8, generator=dice).double(), "labels": n % 3}
-        for n in range(64)
-    ]
-    return small_trainer(
-        tmp_path, model, train_dataset=rows, data_collator=None, per_device_train_batch_size=8
-    )
-
-
 def test_images_of_which_a_card_takes_three_and_not_four(tmp_path) -> None:
-    trainer = images(tmp_path)
+    trainer = images(tmp_path, per_device_train_batch_size=8)
     trainer.model.vit.embeddings.patch_embeddings.projection.register_forward_pre_hook(takes_three)
     survive_oom(trainer)
     run = Run(trainer)
@@ -458,7 +432,10 @@ def test_images_of_which_a_card_takes_three_and_not_four(tmp_path) -> None:
         in first.finding.evidence
     )
 
-    assert gradients_off_by(run, Run(images(tmp_path / "whole"))) <= 1e-12
+    assert (
+        gradients_off_by(run, Run(images(tmp_path / "whole", per_device_train_batch_size=8)))
+        <= 1e-12
+    )
 
 
 class Noisy(nn.Module):

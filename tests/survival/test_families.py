@@ -204,17 +204,12 @@ def masked_words(tmp_path):
     return small_trainer(tmp_path, seeded(BertForMaskedLM, config), data_collator=labels)
 
 
-def images(tmp_path):
-    sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
-    model = seeded(
-        ViTForImageClassification, ViTConfig(**sizes, image_size=8, patch_size=4, num_labels=3)
-    )
-    return small_trainer(tmp_path, model, train_dataset=pictures(), data_collator=None)
+def images(tmp_path, **options):
+    sizes = {"num_attention_heads": 4, "image_size": 8, "patch_size": 4, "num_labels": 3}
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers")
+    config = ViTConfig(**sizes, **{name: SMALL[name] for name in names})
+    model = seeded(ViTForImageClassification, config)
+    return small_trainer(tmp_path, model, train_dataset=pictures(), data_collator=None, **options)
 
 
 def pictures(size: int = 8):

@@ -24,9 +24,10 @@ import torch.distributed as dist
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils._python_dispatch import _get_current_dispatch_mode
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer
 
 from tests import processes
+from tests.events import at
 from tests.models import IS_OLD, tiny_llama
 from tests.survival.failing import (
     Run,
@@ -394,14 +395,6 @@ def rehearsed() -> dict:
     return facts | {"limit": memo_of(trainer).limit}
 
 
-class HookLate(TrainerCallback):
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        self.trainer.model_wrapped.register_comm_hook(None, allreduce_hook)
-
-
 def refused(name: str) -> str:
     trainer = ranking(gathers=True) if name == GATHERS else llama()
     asked = {"comm_hook": DDPCommunicationHookType.FP16} if name == "comm_hook" else {name: True}
@@ -410,7 +403,11 @@ def refused(name: str) -> str:
     try:
         survive_oom(trainer)
         if name == "comm_hook, late":
-            trainer.add_callback(HookLate(trainer))
+
+            def hook(_) -> None:
+                trainer.model_wrapped.register_comm_hook(None, allreduce_hook)
+
+            trainer.add_callback(at("step_begin", hook))
             trainer.train()
     except ValueError as error:
         return str(error)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from torch.distributed.fsdp import FullyShardedDataParallel
-from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
@@ -28,7 +28,7 @@ from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 from tests.models import tiny_llama
 from tests.survival import test_coupled, test_families, test_sentences, test_trl
-from tests.survival.failing import logged_by, numbers_off_by, off_by, small_trainer
+from tests.survival.failing import know_limit, logged_by, numbers_off_by, off_by, small_trainer
 from tests.survival.ranks.token_card import TokenCard
 from trainer_plugins import survive_oom
 from trainer_plugins.survival.memo import memo_of
@@ -165,14 +165,6 @@ def initialise_for_fsdp(self, *args, **kwargs):
         self._shared_state["device"] = torch.device("cpu")  # FSDP1 takes no cpu:0
 
 
-class KnownLimit(TrainerCallback):
-    def __init__(self, trainer) -> None:
-        self.trainer = trainer
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        memo_of(self.trainer).limit = LIMIT
-
-
 def trained(trainer) -> list[torch.Tensor]:
     """By how much a step has moved each weight; empty on a rank that has no whole weights."""
     before = {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
@@ -214,7 +206,7 @@ def cell(make, *, is_rehearsed: bool = False) -> dict[str, Any]:
     except ValueError as error:
         return {"refused": str(error)}
     if not is_rehearsed:
-        trainer.add_callback(KnownLimit(trainer))
+        know_limit(trainer, LIMIT)
     with small_card(trainer) if is_rehearsed else nullcontext():
         divided = trained(trainer)
     alike = make()

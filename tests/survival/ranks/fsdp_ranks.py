@@ -41,6 +41,7 @@ from tests.survival import test_trl
 from tests.survival.failing import (
     Counted,
     Recentred,
+    know_limit,
     logged_by,
     off_by,
     padded,
@@ -53,7 +54,7 @@ from tests.survival.test_sweep import ForgetsEachStep
 from trainer_plugins import survive_oom
 from trainer_plugins.survival import Survival
 from trainer_plugins.survival.attempt.attempt import CardReader as RealCard
-from trainer_plugins.survival.memo import SurvivalMemo, memo_of
+from trainer_plugins.survival.memo import SurvivalMemo
 from trainer_plugins.survival.ranks.sharded import Sharded
 from trainer_plugins.upkeep.agreement import Agreement, RollCall
 
@@ -144,16 +145,6 @@ class AttachesEachStep(TrainerCallback):
         if state.global_step < state.max_steps:
             self.survival.detach()
             self.survival = survive_oom(self.trainer)
-
-
-class KnownLimit(TrainerCallback):
-    """A limit that is known when training begins, as from a checkpoint: it grows to between two numbers."""
-
-    def __init__(self, trainer, limit: float) -> None:
-        self.trainer, self.limit = trainer, limit
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        memo_of(self.trainer).limit = self.limit
 
 
 class Run(Counted):
@@ -316,7 +307,7 @@ def run_case(folder: Path, case: dict, reference: Run) -> dict:
                 ]
     resume = {"resume_from_checkpoint": str(folder / "checkpoint-2")} if "resume" in case else {}
     if "limit" in case:
-        trainer.add_callback(KnownLimit(trainer, case["limit"][RANK]))
+        know_limit(trainer, case["limit"][RANK])  # it grows to between two numbers
     card = Card(case["card"][RANK]) if "card" in case else None
     if card:
         trainer.model.register_forward_pre_hook(card.refuse, with_kwargs=True)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests import processes, rounding
-from tests.distributed.launched import environment, free_port, start, torchrun
+from tests.distributed.launched import environment, start, torchrun
 from tests.survival.ranks.ddp_stories import REFUSED, STORIES, SWEEPS
 from tests.wanted import wanted, write_wanted
 
@@ -142,7 +142,7 @@ def test_refused_by_name(of_two, name: str) -> None:
 
 @pytest.mark.all
 def test_where_one_rank_gives_up_all_end_and_it_says_why(tmp_path) -> None:
-    port = free_port()
+    port = processes.free_port()
     ranks = [
         start(
             [sys.executable, HERE / "ddp_gives_up.py", tmp_path], tmp_path / f"of-{rank}",

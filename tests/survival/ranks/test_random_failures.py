@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests import processes, rounding
-from tests.distributed.launched import free_port, start
+from tests.distributed.launched import start
 from tests.survival.failing import TERMS
 from tests.survival.ranks.test_fsdp2 import IS_REFUSED, WHY_NOT
 
@@ -32,7 +32,7 @@ def launched(folder: Path, strategy: str, name: str) -> tuple[list[list[dict]], 
         "WORLD_SIZE": "2",
         "LOCAL_WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": free_port(),
+        "MASTER_PORT": processes.free_port(),
     }
     call: list[str | Path] = [
         sys.executable,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests import processes, rounding
-from tests.distributed.launched import free_port, start
+from tests.distributed.launched import start
 from tests.survival.failing import TERMS
 from tests.wanted import wanted, write_wanted
 from tests.written import read_findings
@@ -30,7 +30,7 @@ def ranks(request, tmp_path_factory):
         "WORLD_SIZE": "2",
         "LOCAL_WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": free_port(),
+        "MASTER_PORT": processes.free_port(),
     }
     both = [
         start(
