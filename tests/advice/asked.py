@@ -17,6 +17,7 @@ from tests.launch.bad_files import BAD
 from trainer_plugins.advice.for_causes import Room
 from trainer_plugins.allocator.model import AllocatorFull
 from trainer_plugins.check import judge
+from trainer_plugins.checkpointing import spell
 from trainer_plugins.devices import GpuProcess, HostFacts
 from trainer_plugins.explain.answer import Explanation
 from trainer_plugins.explain.judges import causes_of
@@ -166,7 +167,9 @@ def records() -> Iterator[Said]:
 def of(room: Room, answer: Explanation) -> Iterator[Said]:
     if answer.causes:
         code = answer.causes[0].code
-        yield Said(room, code, tuple(one.do for one in answer.remedies if one.cause == code))
+        # Of checkpointing, a text's remedies use the older name.
+        said = (spell(one.do) for one in answer.remedies if one.cause == code)
+        yield Said(room, code, tuple(said))
 
 
 def corpus() -> Iterator[Said]:

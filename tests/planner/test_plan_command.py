@@ -123,7 +123,9 @@ def test_weights_that_do_not_fit_alone_are_said(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps({**SMALL_GPT2, **wide}))
     done = plan("--model", str(tmp_path), "--seq-length", "8", "--gpu", "513MiB")
     assert done.exit_code == 3, done.output
-    assert re.search(r"The loaded model alone takes [\d.]+ MiB: a smaller batch cannot help", done.stdout)
+    assert re.search(
+        r"The loaded model alone takes [\d.]+ MiB: a smaller batch cannot help", done.stdout
+    )
 
 
 @pytest.mark.all
