@@ -404,7 +404,7 @@ def test_a_python_that_does_not_have_the_pack(tmp_path: Path) -> None:
     [
         ([], "name a command after --"),
         (["--"], "name a command after --"),
-        (["--memory-stopp", "--", "true"], " --memory-stop)"),
+        (["--memory-stopp", "--", "true"], "--memory-stop"),
         (["--preset", "surviv", "--", "true"], "Did you mean survive?"),
         (["--memory-warn-fraction", "0.98", "--", "true"], "0.98 and 0.97"),
     ],
