@@ -41,8 +41,12 @@ SWIFT = "OOM at the first step\nswift sft --model Qwen/Qwen2.5-VL-7B-Instruct \\
         ("Qwen3-Coder OOM in the newest docker image", "capacity", "OOM", ""),
         # The frames are of the model alone: they show no moment.
         ('OOM in SFTTrainer, during validation\n  File "/v/torch/nn/modules/module.py", line 1776, in _wrapped_call_impl\n    return self._call_impl(*args)\n', "eval-batch", "during validation", "--per_device_eval_batch_size 1"),
+        # What 4 bits hold is not trained, whatever a comment says.
+        ("OOM\nmodel_name = 'unsloth/Qwen3-30B-A3B', RTX 4090\nload_in_4bit = True, # full_finetuning = True", "capacity", "30 billion parameters x 0.55 bytes = 15.37 GiB", ""),
+        ("resume_from_checkpoint is oom killed", "host-kill", "oom killed", "dmesg"),
         # Questions: whether the cards are enough.
         ("想微调 32B 的模型\uff0c单机 4*80G 够不够\uff1f", "capacity", "4 x 74.51 GiB: room for LoRA and QLoRA, not for full training.", "trainer-plugins plan"),
+        ("LoRA\u5fae\u8c038B\u6240\u9700\u7684\u663e\u5b58: \u4e00\u5757 4090", "capacity", "8 billion parameters x 2 bytes = 14.90 GiB", "trainer-plugins plan"),
         ("Are 8 x A100 80GB enough to fine-tune a 397B model?", "capacity", "8 x 74.51 GiB: room for QLoRA, not for full training or LoRA.", "trainer-plugins plan"),
         # Main memory, which no smaller batch helps.
         ("CPU memory keeps growing during tokenization, then the process gets killed", "host-kill", "CPU memory", "streaming"),

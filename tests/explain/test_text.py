@@ -585,6 +585,7 @@ def test_the_command_writes_json_from_standard_input(named: list[str]) -> None:
         ),
         (b"ValueError: MXFP4 cannot be trained\n", 1, "its last error: ValueError: MXFP4 cannot"),
         (b"OSError: [Errno 28] No space left on device\n", 1, "a disk is full, not the card"),
+        (b"train.py FAILED, Signal 11 (SIGSEGV)\n", 1, "a native library crashed"),
         (b"", 2, "it is empty"),
         (bytes(range(256)) * 4096, 2, "it is not text"),
         (b"\x80\x04\x95 a pickle \x00", 2, "it is not text"),

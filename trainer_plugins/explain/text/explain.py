@@ -52,6 +52,11 @@ _LOOKALIKES = (
         (advice.WAIT_FOR_KERNELS,),
     ),
     (
+        r"(?i)\bsignal 11\b|SIGSEGV|segmentation fault",
+        "a native library crashed, such as NCCL or a compiled extension",
+        (),
+    ),
+    (
         r"device-side assert triggered|\.(?:cu|hip):\d{1,5}: .{0,300}\bAssertion `",
         "an index is out of range in a kernel",
         (advice.WAIT_FOR_KERNELS,),

@@ -137,6 +137,8 @@ def read_states(facts: TextFacts) -> States | None:
     )
     if explicit:
         is_full, is_adapter = explicit == "full", explicit != "full"
+    if _IN_4_BITS.search(text):  # such weights cannot be trained themselves
+        is_full, is_adapter = False, True
     if len(named) > 1 or is_full == is_adapter:
         return None
     return States(

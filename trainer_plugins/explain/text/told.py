@@ -24,7 +24,8 @@ _SAID: tuple[tuple[Source, str, str], ...] = (
         r"\b(?:all|up|whole|entire)(?: of)?(?: the| my| its)?(?: available| free)? RAM\b"
         rf"|\bRay OOM\b|\bRAM OOM|(?i:out of \(?{_HOST}"
         rf"|{_HOST}[^.!?]{{0,60}}\b(?:grow|increas|leak|full|fills|exhaust|explo)"
-        rf"|\b(?:oom|killed)\b[^.!?\n]{{0,40}}\b{_HOST}|grow[^.!?\n]{{0,12}} of {_HOST})"
+        rf"|\boom[- ]killed\b|\b(?:oom|killed)\b[^.!?\n]{{0,40}}\b{_HOST}"
+        rf"|grow[^.!?\n]{{0,12}} of {_HOST})"
         r"|\bRAM\b\W{1,3}not\b|不是显存"
         r"|(?<!显)内存[^。\uff0c显\n]{0,12}?(?:OOM|溢出|不足|爆|一直|不断|持续|泄)"
         r"|(?i:\b(?:gets?|got|(?:process|run|job) (?:is|was)) killed\b)"
@@ -37,7 +38,7 @@ _SAID: tuple[tuple[Source, str, str], ...] = (
         r"(?i:out[ -]of[ -](?:\w+[ -])?(?:memory|VRAM)|OutOfMemory|CUDA out of$"
         r"|(?<![a-z0-9_-])OOM(?:ing|s)?(?![a-z0-9_-])"
         r"|not enough (?:gpu )?memory|failed to allocate memory|capture cuda graph failed(?!:)"
-        r"|enough GPU RAM|memory leak"
+        r"|enough GPU RAM|memory (?:leak|overflow)"
         r"|memory (?:use |usage )?(?:grows|rises|increases|climbs|keeps|explodes)"
         r"|\d ?Gi?B\b[^.!?]{0,24}\b(?:stays?|never (?:freed|released)|more each))"
         r"|Invalid buffer size|NvMapMemAlloc\w*.{0,20}error 12"
@@ -63,6 +64,7 @@ ASKS_NEED = re.compile(
     r"(?i)(?:how (?:much|many)|minimum) (?:\w+ ){0,2}(?:V?RAM|memory|GPUs?|cards)\b"
     r"|\b(?:V?RAM|memory) requirements?\b|\b(?:need|require)\w* (?:\w+ ){0,3}GB of V?RAM"
     r"|(?:多少|多大)(?:的)?\w{0,4}(?:显存|资源|卡)|[张卡块G][^。?\uff1f\n]{0,16}够[吗么不]|够不够"
+    r"|所需的?显存|可以[^。?\uff1f\n]{0,20}(?:微调|训练)[^。?\uff1f\n]{0,20}[不吗么][?\uff1f]"
     r"|\b(?:is|are|would|will)\b[^.?\n]{0,60}\benough\b[^.?\n]{0,60}\?"
 )
 _AN_ERROR = re.compile(r"[\w.]+(?:Error|Exception): |KeyboardInterrupt|SystemExit")
