@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from torch.utils import cpp_extension
 
 from tests import processes
 from tests.distributed.launched import torchrun
@@ -59,6 +60,8 @@ def test_what_a_command_left_behind_ends_and_what_it_printed_is_there() -> None:
 
 def test_a_launch_that_would_wait_on_a_lock_says_so(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
+    if "FileBaton(" not in Path(cpp_extension.__file__).read_text():
+        pytest.skip("this torch locks the file itself, and leaves no trap (pytorch#190543)")
     lock = tmp_path / "cpu" / "cpu_adam" / "lock"
     lock.parent.mkdir(parents=True)
     lock.touch()

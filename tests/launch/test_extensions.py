@@ -19,6 +19,10 @@ from trainer_plugins.finding import Severity
 from trainer_plugins.launch import configs
 from trainer_plugins.launch.extensions import ExtensionLock, lock_findings, read_locks
 
+pytestmark = pytest.mark.skipif(
+    "FileBaton(" not in Path(cpp_extension.__file__).read_text(),
+    reason="this torch locks the file itself, and leaves no trap (pytorch#190543)",
+)
 ROOT = Path(__file__).parent.parent.parent
 BUILD = """
 import sys
