@@ -12,6 +12,7 @@ import sys
 import textwrap
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -562,6 +563,16 @@ def test_the_next_cause_has_one_of_the_alternatives() -> None:
         "\nOr     export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True\n"
         "       If enough memory was free, but only in small pieces (fragmentation).\n"
     ) in out
+
+
+def test_a_remedy_of_no_shown_cause_is_no_alternative() -> None:
+    """A replay adds remedies against fragmentation, also where that is none of the causes."""
+    answer = explained(FULL)
+    odd = replace(answer.remedies[-1], cause="fragmentation", do="export X=1")
+    assert answer.causes[0].code == "capacity"
+    assert "export X=1" not in " ".join(
+        map(str, replace(answer, remedies=(*answer.remedies, odd)).brief())
+    )
 
 
 @pytest.mark.parametrize("named", [["-"], []], ids=["named", "piped"])

@@ -175,11 +175,10 @@ class Explanation:
 
     def _alternatives(self) -> tuple[Remedy, ...]:
         """Return one more remedy of the first cause, and one of the next if that is as possible."""
-        first = self.causes[0]
+        first, *others = self.causes
+        codes = {each.code for each in others} if first.grade != "certain" else set()
         same = [one for one in self.remedies[1:] if one.cause == first.code]
-        other = [one for one in self.remedies[1:] if one.cause != first.code]
-        if first.grade == "certain":
-            other = []
+        other = [one for one in self.remedies[1:] if one.cause in codes]
         return (*same[:1], *other[:1], *same[1:])[:_MOST_ALTERNATIVES]
 
     def brief(self) -> Iterator[BriefLine]:
