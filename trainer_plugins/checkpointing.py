@@ -33,6 +33,15 @@ def spell(text: str) -> str:
     return _ANY.sub(lambda found: OPTIONS if found[1] else NAME, text)
 
 
+def spell_for_any(text: str) -> str:
+    """Spell them as every transformers before 6 does, for a run whose version is not known.
+
+    >>> spell_for_any("--activation_checkpointing True")
+    '--gradient_checkpointing True'
+    """
+    return _ANY.sub(lambda found: _OPTIONS[1] if found[1] else _NAMES[1], text)
+
+
 def is_asked(arguments: object) -> bool:
     """Return whether TrainingArguments, or a mapping of them, switch checkpointing on."""
     return bool(_first(arguments, _NAMES))

@@ -26,9 +26,7 @@ def complete_launch(request: PlanRequest) -> PlanRequest:
     document = _document(request.launch_file)
     config = document.accelerate or {}
     _refuse(config, name)
-    for part in ("offload_optimizer", "offload_param"):
-        if document.get_deepspeed(f"zero_optimization.{part}.device") == "nvme":
-            raise NotPredicted(f"{part} to NVMe: plan it with device cpu")
+    refuse_nvme(document)
     kind = config["distributed_type"]
     num_gpus = request.num_gpus or _num_processes(document, name)
     num_nodes = _num_nodes(config, num_gpus, name)
@@ -46,6 +44,13 @@ def complete_launch(request: PlanRequest) -> PlanRequest:
         why = " ".join(str(error).split())
         raise PlanError(f"{name}: accelerate refuses it: {why}") from error
     return replace(request, num_gpus=num_gpus, num_nodes=num_nodes, environment=environment)
+
+
+def refuse_nvme(document: Document) -> None:
+    """Refuse a DeepSpeed config that offloads to NVMe, whose buffers are not planned."""
+    for part in ("offload_optimizer", "offload_param"):
+        if document.get_deepspeed(f"zero_optimization.{part}.device") == "nvme":
+            raise NotPredicted(f"{part} to NVMe: plan it with device cpu")
 
 
 def _num_nodes(config: dict[str, Any], num_gpus: int, name: str) -> int:

@@ -182,7 +182,7 @@ class TextFacts:
         ]
 
     @property
-    def shows_no_place(self) -> bool:
+    def shows_no_moment(self) -> bool:
         """Return whether no frame shows in which moment of the run it failed."""
         return not any(_MOMENT.search(frame.words) for frame in self.frames)
 

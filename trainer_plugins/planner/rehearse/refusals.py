@@ -11,9 +11,10 @@ from trainer_plugins.advice import Door
 from trainer_plugins.finding import Severity
 from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.launch.lint.deepspeed import zero_findings
-from trainer_plugins.launch.lint.document import Document, part
+from trainer_plugins.launch.lint.document import Document
 from trainer_plugins.launch.lint.schema import schema_findings
 from trainer_plugins.oldest import too_old
+from trainer_plugins.planner.launched import refuse_nvme
 from trainer_plugins.planner.plan import RUN_IT, NotPredicted, PlanError
 from trainer_plugins.planner.rehearse import rollout
 from trainer_plugins.planner.rehearse.loops import LOOPS
@@ -94,13 +95,10 @@ def refuse_divided(model: torch.nn.Module) -> None:
 
 def refuse_deepspeed(config: Mapping[str, Any]) -> None:
     """Check the user's DeepSpeed config before DeepSpeed gives a less clear reason."""
-    zero = config.get("zero_optimization")
-    for name in ("offload_optimizer", "offload_param"):
-        if isinstance(zero, dict) and part(zero, f"{name}.device") == "nvme":
-            raise NotPredicted(f"{name} to NVMe: plan it with device cpu")
     # accelerate sets steps_per_print to infinity
     written = {key: value for key, value in config.items() if value != float("inf")}
     document = Document(name="deepspeed", deepspeed=written)
+    refuse_nvme(document)
     for finding in [*schema_findings(document), *zero_findings(document)]:
         if finding.severity >= Severity.ERROR or finding.code == "config-unknown-key":
             raise PlanError(f"the DeepSpeed config: {finding.summary}. {finding.remedy}")

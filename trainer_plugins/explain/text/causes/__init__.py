@@ -6,6 +6,7 @@ To add a cause, write its rule here and give it its place in `RULES`, its remedi
 `tests/explain/corpus/` has a real text.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from trainer_plugins.explain.answer import Cause
@@ -57,14 +58,16 @@ def causes_of(facts: TextFacts) -> tuple[Cause, ...]:
     """Judge the facts: the answer first, then other possibilities if it is not certain."""
     found: dict[str, Cause] = {}
     for rule in RULES:
-        is_open = not found or (
-            arithmetic.speaks_of_oom(facts)
-            and all(each.grade == "possible" for each in found.values())
-        )
-        one = rule(facts) if is_open or rule is not numbers.capacity else None
-        if one is not None:
+        if rule is numbers.capacity and found and not _leave_it_open(found.values(), facts):
+            continue
+        if (one := rule(facts)) is not None:
             if not found and (one.grade == "certain" or rule is arithmetic.judge_need):
                 return (one,)
             doubt = facts.vendor.translate(one.doubt) or one.doubt
             found.setdefault(one.code, replace(one, doubt=doubt))
     return tuple(found.values())[:_MOST_CAUSES]
+
+
+def _leave_it_open(found: Iterable[Cause], facts: TextFacts) -> bool:
+    """Return whether an OOM may still be one of plain size: all causes found are guesses."""
+    return all(each.grade == "possible" for each in found) and arithmetic.speaks_of_oom(facts)

@@ -95,7 +95,7 @@ class ByFrame:
     solve: Callable[[TextFacts], Said | str] | None = None  # explains the refused size
 
     def __call__(self, facts: TextFacts) -> Cause | None:
-        if self.words and facts.shows_no_place and (sentence := facts.find_sentence(self.words)):
+        if self.words and facts.shows_no_moment and (sentence := facts.find_sentence(self.words)):
             return self._make_cause(facts, f"The text says: {quote(sentence)}")
         frame = facts.find_call(self.pattern, self.innermost)
         if not frame or (self.unless and facts.find_call(self.unless, self.innermost)):

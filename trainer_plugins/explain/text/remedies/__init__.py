@@ -8,6 +8,7 @@ from itertools import islice
 from trainer_plugins import advice
 from trainer_plugins.advice import Advice, Door
 from trainer_plugins.advice.for_causes import ONE_ROW, ONLY_RUN, UNKNOWN, order_remedies
+from trainer_plugins.checkpointing import spell_for_any
 from trainer_plugins.explain.answer import Cause, Remedy
 from trainer_plugins.explain.shared import remedies_for, remedy
 from trainer_plugins.explain.text.causes import off_card
@@ -69,12 +70,7 @@ def remedies_of(causes: Iterable[Cause], facts: TextFacts) -> tuple[Remedy, ...]
         offered = _offer(cause.code, facts)
         for one in offered if number == 0 else islice(offered, 1):
             found.setdefault(one.do, one)
-    return tuple(replace(one, do=_spell_for_any(one.do)) for one in found.values())
-
-
-def _spell_for_any(do: str) -> str:
-    """Use the name that every transformers before 6 takes, for a text of an unknown version."""
-    return re.sub(r"(?<!\w)activation(?=_checkpointing)", "gradient", do)
+    return tuple(replace(one, do=spell_for_any(one.do)) for one in found.values())
 
 
 def _offer(code: str, facts: TextFacts) -> Iterator[Remedy]:
