@@ -25,7 +25,7 @@ from trainer_plugins.advice.for_causes import (
 from trainer_plugins.advice.vendors import CUDA_ON_WINDOWS, VENDORS
 from trainer_plugins.explain.text.remedies.applies import APPLIES, APPLIES_TO_CAUSE
 from trainer_plugins.explain.text.remedies.filled import FILLED
-from trainer_plugins.explain.text.remedies.less_states import SPELLED
+from trainer_plugins.explain.text.frameworks import SPELLED
 
 PACKAGE = Path(trainer_plugins.__file__).parent
 
@@ -62,7 +62,7 @@ READS = {
     "explain/text/followed.py": "finds settings in logs",
     "explain/text/states.py": "finds settings in logs",
     "explain/text/remedies/__init__.py": "finds settings in logs",
-    "explain/text/remedies/less_states.py": "spells advice for files of other programs",
+    "explain/text/frameworks.py": "spells advice for files of other programs",
     "explain/text/remedies/applies.py": "finds settings in logs",
     "explain/text/remedies/engine.py": "finds settings in logs",
     "explain/text/remedies/plan_command.py": "writes a plan's options",

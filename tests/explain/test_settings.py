@@ -85,7 +85,7 @@ SWIFT = "OOM at the first step\nswift sft --model Qwen/Qwen2.5-VL-7B-Instruct \\
         # Main memory decides over the arithmetic of the card.
         ("RAM, not VRAM, is full after an hour\nmodel: google/gemma-3-270m\nmax_length: 32000", "host-kill", "not VRAM", "num_workers"),
         ("The host memory fills up: each row is a book of 50M characters", "host-kill", "fills up", "a long text in one piece"),
-        ("The system memory is exhausted while it writes the checkpoint", "host-kill", "exhausted", "dmesg"),
+        ("The system memory is exhausted while it writes the checkpoint", "host-kill", "exhausted", "save_only_model True"),
         # Where the text shows neither the moment nor the run, the question comes first.
         ("Why is it OOM?", "capacity", "OOM", "--preset observe"),
         ("OOM on 8 GPUs, --gradient_checkpointing false", "capacity", "OOM", "--gradient_checkpointing True"),

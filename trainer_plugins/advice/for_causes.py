@@ -65,6 +65,7 @@ FOR_CAUSE: Mapping[str, tuple[Advice, ...]] = {
     "leak": (EMPTY_CACHE_AFTER_EXCEPT, KEEP_NUMBERS),
     "leftover": (RELEASE_EARLIER_RUNS, RESTART_KERNEL, RELEASED, SMALLER_MICRO_BATCH),
     "load-too-large": (
+        WHOLE_ON_THE_CARD,
         BF16_CHECKPOINT,
         QUANTISED_EXPERTS,
         UNPREPARED,

@@ -162,6 +162,11 @@ ROOM_IN_THE_MAP = Advice(
     code='from_pretrained(..., device_map="auto",'
     ' max_memory=dict.fromkeys(range(torch.cuda.device_count()), "SIZE"))',
 )
+WHOLE_ON_THE_CARD = Advice(
+    # transformers' quantizer gives `device_map="auto"` 0.9 of the free memory (bnb_4bit.py)
+    effect='loads all weights onto the card; "auto" uses nine tenths of what is free at most',
+    code='from_pretrained(..., device_map={"": 0})',
+)
 READ_BY_ONE_RANK = Advice(
     effect="makes only ZeRO-3's first rank read the checkpoint, and send the others their parts",
     price="more traffic between the cards",

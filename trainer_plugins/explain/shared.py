@@ -36,7 +36,7 @@ SUMMARIES: Mapping[str, str] = {
     "data-parallel": "one process drives all cards (DataParallel), and the first fills up first",
     "ddp-buckets": "DDP's buckets, as large as all trainable gradients, do not fit",
     "ddp-gpu0": "several ranks hold memory on the same card",
-    "engine-share": "the inference engine's share of the card is too small",
+    "engine-share": "the inference engine's share does not fit beside what else is on the card",
     "eval-batch": "an evaluation batch does not fit next to the memory that training keeps",
     "eval-logits": "the evaluation keeps the outputs of all its batches on the card",
     "eval-metrics": "your compute_metrics does not fit next to the memory that training keeps",

@@ -102,6 +102,7 @@ _DOUBTS = {  # words that may also follow an OOM
     r"Watchdog": "The missing rank may have run out of memory: its own earlier lines show that",
 }
 _ERROR = re.compile(r"[\w.]+(?:Error|Exception): \S")
+_LAUNCHER = re.compile(r"Killing subprocess|ChildFailedError|Sending process \d+ closing signal")
 _NO_OOM = OutOfMemory(source="allocator", is_certain=False, fatal="", text="")
 
 
@@ -156,6 +157,12 @@ def _explain_without_oom(excerpt: Excerpt, subject: str) -> Explanation:
     last_error = (f"its last error: {quote(errors[-1])}",) if errors else ()
     if not errors and any(FRAME.match(line.text) for line in excerpt.lines):
         last_error = ("its traceback ends before the error: add the lines that follow",)
+    if not errors and any(_LAUNCHER.search(line.text) for line in excerpt.lines):
+        last_error = (
+            "only its launcher speaks, which ends the other ranks after one has failed: that rank's"
+            " own error is in the lines before, or in its own log; exit code -9 is a kill, as the"
+            " kernel does for main memory",
+        )
     unread = _name_unread(excerpt)
     return Explanation(subject=subject, causes=(), remedies=(), facts=last_error, unknown=unread)
 

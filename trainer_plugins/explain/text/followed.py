@@ -7,6 +7,7 @@ from functools import cache
 from trainer_plugins import advice, checkpointing
 from trainer_plugins.advice import Advice
 from trainer_plugins.advice.entry import BLANKS
+from trainer_plugins.explain.text.frameworks import SPELLED
 from trainer_plugins.explain.text.text_facts import TextFacts
 
 # A setting in a spelling: `--name value`, `name=value`, `"name": value`.
@@ -84,7 +85,8 @@ def _patterns(one: Advice) -> tuple[str, ...]:
 
 def _words_of(one: Advice) -> Iterator[str]:
     names = set()
-    for spelling in (*one.spellings.values(), one.unfilled):
+    by_others = [each for (which, _), each in SPELLED.items() if which is one and "/" not in each]
+    for spelling in (*one.spellings.values(), one.unfilled, *by_others):
         names |= set(_CALL.findall(spelling))
         settings = []
         for flag, of_flag, name, of_name in _SETTING.findall(spelling):

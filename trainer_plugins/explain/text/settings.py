@@ -9,7 +9,9 @@ from trainer_plugins.explain.text.command import find_command
 from trainer_plugins.explain.text.text_facts import TextFacts
 
 # The names used by transformers' examples, TRL, LLaMA-Factory, axolotl, DeepSpeed and QLoRA.
-_MODEL = "model_name_or_path|pretrained_model_name_or_path|base_model|model_name|model_id|model"
+_MODEL = (
+    "model_name_or_path|pretrained_model_name_or_path|pretrain|base_model|model_name|model_id|model"
+)
 TOKENS = "ppo_max_token_len_per_gpu"  # of a micro-batch without padding
 LENGTH = (
     "max_seq_length|max_length|cutoff_len|sequence_len|model_max_length|max_seq_len|block_size"
@@ -61,6 +63,11 @@ class Settings:
 
     def is_on(self, names: str) -> bool:
         return bool(self.value(names, "[Tt]rue|1"))
+
+    @property
+    def names_model(self) -> bool:
+        """Return whether the command line names the model, as a training's does."""
+        return any(name in self.given for name in _MODEL.split("|"))
 
     @property
     def model(self) -> str:

@@ -23,8 +23,10 @@ _FULL = re.compile(
     r"|\bfull[- ]?(?:param\w*[- ]?)?(?:fine[- ]?tun|sft|ft\b|training)|\b\d{1,3}B (?:in )?full\b"
     r"|全参|全量|\btune_mm_llm[ =]True"
 )
+# Parts of the model are frozen, or the framework trains an adapter by default.
+_NOT_FULL = re.compile(r"(?i)freez|冻结|swift|llama-?factory|unsloth")
 _ADAPTER = re.compile(r"(?i)lora|\bpeft|\badapter")
-_IN_4_BITS = re.compile(
+IN_4_BITS = re.compile(
     r"(?i)qlora|int4\b|bnb-4bit|load_in_4bit[\"']?[ =:]{1,3}True"
     r"|(?:bits|quantization_bit)[\"']?[ =:]{1,3}4"
 )
@@ -53,7 +55,7 @@ _SIZES = {11, 12, 40, 64, 96, *_CARDS.values()}
 _SIZE = re.compile(
     r"(?:(?i:[AHV])\d00\w{0,4}|GPU|card|VRAM|显存)\W{0,3}(?:\w{1,6}\W{1,2})?(\d{2,3})(?:\.\d+)?"
     r" ?G(?:i?B)?\b"
-    r"|(?<![\d.])(\d{2,3}) ?G(?:i?B)?\W{0,2}(?:of |per )?"
+    r"|(?<![\d.])(\d{2,3}) ?G(?:i?B)?\W{0,2}(?:of |per |的)?"
     r"(?:VRAM|显存|[Gg]raphics|GPU|cards?\b|[AHV]\d00)"
     r"|[*x\u00d7] ?(\d{2,3}) ?GB?\b"
 )
@@ -137,8 +139,10 @@ def read_states(facts: TextFacts) -> States | None:
     )
     if explicit:
         is_full, is_adapter = explicit == "full", explicit != "full"
-    if _IN_4_BITS.search(text):  # such weights cannot be trained themselves
+    if IN_4_BITS.search(text):  # such weights cannot be trained themselves
         is_full, is_adapter = False, True
+    if settings.names_model and not is_adapter:  # a command would name an adapter
+        is_full = _NOT_FULL.search(text) is None
     if len(named) > 1 or is_full == is_adapter:
         return None
     return States(
@@ -146,7 +150,7 @@ def read_states(facts: TextFacts) -> States | None:
         is_full=is_full,
         num_ranks=_count_ranks(text),
         stage=_read_stage(text),
-        weight_bytes=FOUR_BIT_BYTES if _IN_4_BITS.search(text) else 2,
+        weight_bytes=FOUR_BIT_BYTES if IN_4_BITS.search(text) else 2,
         card_bytes=facts.total_bytes or _read_card(text),
         is_offloaded=bool(_OFFLOADED.search(text)),
         is_deepspeed="deepspeed" in text.casefold(),

@@ -27,7 +27,7 @@ _SAID: tuple[tuple[Source, str, str], ...] = (
         rf"|\boom[- ]killed\b|\b(?:oom|killed)\b[^.!?\n]{{0,40}}\b{_HOST}"
         rf"|grow[^.!?\n]{{0,12}} of {_HOST})"
         r"|\bRAM\b\W{1,3}not\b|不是显存"
-        r"|(?<!显)内存[^。\uff0c显\n]{0,12}?(?:OOM|溢出|不足|爆|一直|不断|持续|泄)"
+        r"|(?<!显)内存[^。\uff0c显\n]{0,12}?(?:OOM|溢出|不足|[爆暴]|飙|涨|占满|耗尽|一直|不断|持续|泄)"
         r"|(?i:\b(?:gets?|got|(?:process|run|job) (?:is|was)) killed\b)"
         r"|(?i:(?:session|notebook|kernel|colab)\w*\b[^.!?\n]{0,16}\bcrash|crash\w*[^.!?\n]{0,24}"
         r"\b(?:session|memory (?:problem|issue)))",

@@ -2,10 +2,12 @@
 
 import re
 
+from trainer_plugins import advice
 from trainer_plugins.advice.version_faults import find_fault
 from trainer_plugins.explain.answer import Cause, Certainty
 from trainer_plugins.explain.models import find_model
 from trainer_plugins.explain.shared import cause, quote, say
+from trainer_plugins.explain.text.followed import is_followed
 from trainer_plugins.explain.text.settings import Settings
 from trainer_plugins.explain.text.solved import solve_logits
 from trainer_plugins.explain.text.states import describe_need, read_states
@@ -24,7 +26,7 @@ FRAMES = re.compile(
 )
 _SEES = re.compile(r"(?i)VL-|pixel|(?<!docker )images?\b|图片|图像|图文")
 _ONLY_TEXT = re.compile(r"(?is)(?!.*(?:pixel|images?\b|图)).*\bgrpo\b")
-SEES_VIDEOS = r"(?i)(?<![a-z])videos?(?![a-z])|视频"
+SEES_VIDEOS = r"(?i)(?<![a-z])videos?(?![a-z]| ?(?:memory|v?ram|card))|视频"
 _SETS_PIXELS = re.compile(r"(?i)max_pixels|max_slice|resize|max_token_num")
 _PATCH = 28  # pixels of a token's side: patches of 14, two by two (Qwen2-VL, Qwen2.5-VL)
 _UNLIMITED_PIXELS = 12_845_056  # of the processor of Qwen2-VL and Qwen2.5-VL without a setting
@@ -166,6 +168,8 @@ def logits(facts: TextFacts) -> Cause | None:
     settings, model = Settings(facts), find_model(facts.whole)
     if facts.frames or model is None or facts.oom.source != "allocator":
         return None
+    if is_followed(advice.LIGER, facts):
+        return None  # it never holds them all
     rows = (settings.rows or 1) * (2 if _PAIRS.search(facts.whole) else 1)
     num_bytes = rows * (settings.length or 0) * model.vocabulary * 4
     equation = solve_logits(facts) if (facts.asked_bytes or 0) >= _NEEDLE_BYTES else ""

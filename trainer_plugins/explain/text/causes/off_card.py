@@ -39,7 +39,8 @@ NCCL_ON_THE_HOST = (
 LOAD_BAR = r"Loading (?:weights|checkpoint shards): {1,3}(?!100)\d{1,2}%"
 # DeepSpeed prints it before it writes; under ZeRO-3 the first rank has gathered all weights then.
 SAVE_LINE = r"(?m)^(?:\[Torch\] )?Saving [^\n]*\n(?:(?!.*Saved )[^\n]*\n){0,4}?Killing sub" + (
-    r"|\b(?:while|when|during|at)\b[^.!?\n]{0,24}\b(?:sav|wr[io]t)\w*\b[^.!?\n]{0,16}checkpoint"
+    r"|(?i:\b(?:while|when|during|at|each|every)\b[^.!?\n]{0,24}\b(?:sav|wr[io]t)\w*\b"
+    r"[^.!?\n]{0,16}(?:checkpoint|model))|保存(?:模型|权重|检查点|checkpoint)"
 )
 # A merge turns a base of 4 bits into 16, beside the adapter and the copy that is written.
 MERGES = (

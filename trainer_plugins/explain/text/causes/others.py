@@ -124,7 +124,9 @@ def engine_share(facts: TextFacts) -> Cause | None:
         summary = next(summary for each, summary in _REFUSALS if re.search(each, words))
         return cause("engine-share", f"The engine says: {quote(words)}", summary=summary)
     inside = facts.find_call(r"[/\\](?:vllm|sglang)(?=[/\\ ])|\b(?:vllm|sglang)\.")
-    engine = inside or re.search(ENGINE, facts.writer + re.sub(rf"{SHARE}|{_OFF}", "", words))
+    is_apart = not facts.frames and facts.says(_OF_ITS_OWN)
+    named = facts.writer + re.sub(rf"{SHARE}|{_OFF}", "", words)
+    engine = inside or (not is_apart and re.search(ENGINE, named))
     if not facts.frames:
         engine = engine or facts.says(_SERVES)
     if not engine and (moment := _says_its_moment(facts)):

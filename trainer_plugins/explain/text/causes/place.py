@@ -315,11 +315,18 @@ PLACES: tuple[Rule, ...] = (
         r"|\bopt\w*\.step\(|_create_fp32|fused_optimizer|DeepSpeedZeroOptimizer|zero_optimizer\.py"
         r"|_initialize_state",
         unless_within=r"\bforward\b|training_step|backward",
-        words=_moment(r"optimi[sz]er(?:[._ ']s?)*(?:step|states?|init\w*)")
+        words=_moment(r"(?:optimi[sz]er(?:[._ ']s?)*(?:step|states?|init\w*)|step function)")
         + r"|\bfirst step\b[^.!?]{0,60}\bsecond step\b",
         solve=solve_weights,
         unknown="whether the states or the temporaries of a foreach step are too large: if the"
         " first step fails, it is usually the states",
+    ),
+    ByFrame(
+        code="optimizer-state",
+        pattern=r"_prepare_deepspeed|ds_initialize|deepspeed\.initialize",
+        innermost=2,
+        summary="weights, gradients and optimizer states do not fit, before the first batch",
+        unknown="how much of them each rank holds: `trainer-plugins plan` counts it",
     ),
     ByFrame(
         code="zero3-gather",

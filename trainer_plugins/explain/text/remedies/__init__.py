@@ -14,9 +14,10 @@ from trainer_plugins.explain.shared import remedies_for, remedy
 from trainer_plugins.explain.text.causes import off_card
 from trainer_plugins.explain.text.causes.arithmetic import speaks_of_oom
 from trainer_plugins.explain.text.followed import is_followed
+from trainer_plugins.explain.text.frameworks import spell_for
 from trainer_plugins.explain.text.remedies import applies
 from trainer_plugins.explain.text.remedies.filled import FILLED, WANTED_CARD, uses_trainer
-from trainer_plugins.explain.text.remedies.less_states import shrink_states, spell_for
+from trainer_plugins.explain.text.remedies.less_states import shrink_states
 from trainer_plugins.explain.text.settings import Settings
 from trainer_plugins.explain.text.states import copies_weights, read_states
 from trainer_plugins.explain.text.text_facts import TextFacts
@@ -50,8 +51,15 @@ _LEADS: tuple[tuple[str, Advice, Callable[[TextFacts], object]], ...] = (
     ("save-gather", advice.SAVE_ONLY_MODEL, applies.SAVES_STATES),
     ("load-too-large|optimizer-state", advice.SHARD_THE_RUN, copies_weights),
     ("foreign", advice.OTHER_CARD, lambda facts: facts.says(WANTED_CARD)),
-    ("long-sample", advice.OBSERVE, lambda facts: not facts.asked_bytes and not facts.progress),
+    (
+        "long-sample",
+        advice.OBSERVE,
+        lambda facts: (
+            not (facts.asked_bytes or facts.progress) and Settings(facts).rows in (None, 1)
+        ),
+    ),
     ("long-sample", advice.SHORTER_ROWS, lambda facts: Settings(facts).rows == 1),
+    ("host-kill", advice.SAVE_ONLY_MODEL, applies.SAVES_BESIDE_RANKS),
     ("host-kill", advice.SAVE_THE_ADAPTER, lambda facts: facts.says(off_card.MERGES)),
     ("host-kill", advice.LIGHTER_SAMPLES, lambda facts: facts.says(applies.LONG_SAMPLES)),
     ("host-kill", advice.FEWER_WORKERS, lambda facts: facts.says(_MANY_WORKERS)),

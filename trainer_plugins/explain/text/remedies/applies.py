@@ -9,10 +9,11 @@ from trainer_plugins.explain.shared import SURVIVAL_REFUSED
 from trainer_plugins.explain.text.causes import off_card, place
 from trainer_plugins.explain.text.causes.arithmetic import FRAMES, SEES_VIDEOS
 from trainer_plugins.explain.text.followed import is_followed
+from trainer_plugins.explain.text.frameworks import spell_for
 from trainer_plugins.explain.text.remedies import engine
 from trainer_plugins.explain.text.remedies.filled import shows_trainer, uses_trainer
-from trainer_plugins.explain.text.remedies.less_states import spell_for
 from trainer_plugins.explain.text.settings import Settings
+from trainer_plugins.explain.text.states import IN_4_BITS
 from trainer_plugins.explain.text.text_facts import TextFacts
 
 Test = Callable[[TextFacts], object]
@@ -70,14 +71,20 @@ _HOSTED = _says(off_card.HOSTED)
 _LOAD_BAR = _says(off_card.LOAD_BAR)
 _MERGES = _says(off_card.MERGES)
 _SAVE_LINE = _says(off_card.SAVE_LINE)
+_ZERO3 = _says("(?i)zero_?-?3")
+SAVES_BESIDE_RANKS = _all_of(_SAVE_LINE, _none_of(_ZERO3))
 _ON_THE_HOST = _says(off_card.NCCL_ON_THE_HOST)
 _REGISTERS_FOR_IB = _says("ibv_reg_mr")
 _SHARES_THE_HOST = _all_of(_ON_THE_HOST, _none_of(_REGISTERS_FOR_IB))
 _GATHERS_ALL = _is_called(r"GatheredParameters\(.*parameters\(|unwrap_model_for_generation")
 _GENERATES = _any_of(_is_called("generat"), _says(r"(?i)\bgenerat(?:e|ion)\b"))
+_VLLM = _any_of(_is_called("vllm"), _says("(?i)vllm"))
 _NO_PLACE = _none_of(lambda facts: facts.frames)
 SAVES_STATES = _all_of(_says(r"(?i)\bsav(?:es?|ing)\b[^.\n]{0,40}optimi[sz]er"), _NO_PLACE)
-_DEEPSPEED = _is_called(r"deepspeed|zero3|\bstage(?:3|_1_and_2)\.py")
+_DEEPSPEED = _any_of(
+    _is_called(r"deepspeed|zero3|\bstage(?:3|_1_and_2)\.py"),
+    _all_of(_NO_PLACE, _says(r"(?i)\bdeepspeed\b|\bzero[-_ ]?(?:stage[-_ ]?)?[123]")),
+)
 _MERGE = _is_called(r"\bmerge")
 _DORA = _is_called(r"\bdora\.py|get_weight_norm")
 _KBIT = _is_called("prepare_model_for_kbit_training")
@@ -127,12 +134,13 @@ APPLIES: Mapping[Advice, Test] = {
     advice.NEWER_PEFT: _none_of(_MERGE, _DORA, _is_called(r"baddbmm\(W")),
     advice.NO_EXPERTS: _none_of(_MERGE, _DORA),
     advice.UNPREPARED: _KBIT,
-    advice.FOUR_BITS: _none_of(_KBIT, _MXFP4, _STACKS_EXPERTS),
+    advice.FOUR_BITS: _none_of(_KBIT, _MXFP4, _STACKS_EXPERTS, _REFUSED, _says(IN_4_BITS.pattern)),
     advice.BF16_CHECKPOINT: _MXFP4,
     advice.QUANTISED_EXPERTS: _EXPERTS_IN_16_BITS,
     advice.READ_BY_ONE_RANK: _all_of(_IS_LOADING, _RANKS, _none_of(_has_workers, _MXFP4)),
     advice.LOAD_ON_ONE_RANK: _any_of(_is_called(place.SHARDING), _all_of(_FSDP, _NO_PLACE)),
     advice.CONVERT_IN_MAIN_MEMORY: _all_of(_CONVERTS, _none_of(_DEEPSPEED, _MAP)),
+    advice.WHOLE_ON_THE_CARD: _REFUSED,
     advice.ROOM_IN_THE_MAP: _all_of(_CONVERTS, _MAP),
     advice.SEARCH_BY_FAISS: _is_called("mine_hard_negatives"),
     advice.SHOW_HOLDERS: _HIDES_HOLDERS,
@@ -145,8 +153,8 @@ APPLIES: Mapping[Advice, Test] = {
     advice.SHARDED_SAVE: _all_of(_any_of(_FSDP, _NO_PLACE), _none_of(_DEEPSPEED)),
     advice.SAVE_WITHOUT_GATHER: _any_of(_DEEPSPEED, _all_of(_NO_PLACE, _none_of(_FSDP))),
     advice.NO_GATHER_TO_GENERATE: _all_of(_GATHERS_ALL, _GENERATES),
-    advice.GENERATE_ON_ITS_OWN_CARD: _all_of(_GATHERS_ALL, _GENERATES),
-    advice.GATHER_BY_MODULE: _all_of(_GATHERS_ALL, _none_of(_is_called("generat"))),
+    advice.GENERATE_ON_ITS_OWN_CARD: _all_of(_GATHERS_ALL, _GENERATES, _none_of(_VLLM)),
+    advice.GATHER_BY_MODULE: _all_of(_GATHERS_ALL, _any_of(_VLLM, _none_of(_is_called("generat")))),
     advice.NO_CUMEM_HOST: _SHARES_THE_HOST,
     advice.NO_NCCL_SHM: _SHARES_THE_HOST,
     advice.NEWER_NCCL: _SHARES_THE_HOST,
@@ -218,7 +226,8 @@ APPLIES_TO_CAUSE: Mapping[tuple[str, Advice], Test] = {
     ),
     ("host-kill", advice.LOAD_ONCE): _all_of(_loads_twice, _IS_LOADING),
     ("host-kill", advice.MORE_MAIN_MEMORY): _none_of(_HOSTED),
-    ("host-kill", advice.SAVE_WITHOUT_GATHER): _all_of(_SAVE_LINE, _says("(?i)zero_?-?3")),
+    ("host-kill", advice.SAVE_ONLY_MODEL): _SAVE_LINE,
+    ("host-kill", advice.SAVE_WITHOUT_GATHER): _all_of(_SAVE_LINE, _ZERO3),
     ("host-limit", advice.FEWER_WORKERS): _has_workers,
     ("host-limit", advice.MORE_MAIN_MEMORY): _none_of(_SLURM),
     ("leftover", advice.SMALLER_MICRO_BATCH): lambda facts: facts.is_notebook,
