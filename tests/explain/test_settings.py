@@ -68,7 +68,7 @@ SWIFT = "OOM at the first step\nswift sft --model Qwen/Qwen2.5-VL-7B-Instruct \\
         ("swift sft on videos is OOM --max_pixels 3136", "image-size", "no number of frames", "FPS_MAX_FRAMES=16"),
         # The engine beside the training, by its moment or its share.
         ("GRPO colocate: the card is still full, so wake up of the weights is OOM", "engine-share", "wake up", "--vllm_gpu_memory_utilization 0.25"),
-        ("OOM at the end of an epoch, vllm_gpu_memory_utilization set to 0.65", "engine-share", "0.65 of each card", "--vllm_gpu_memory_utilization 0.56"),
+        ("OOM at the end of an epoch, vllm_gpu_memory_utilization set to 0.65", "engine-share", "0.65 of each card", "--vllm_gpu_memory_utilization 0.4"),
         ("vllm_gpu_memory_utilization=0.7 doesn't seem to help. OOM at the third step", "long-sample", "third step", "--preset observe"),
         # A merge that fills main memory, and workers that do.
         ("The colab session crashes for memory when I merge the model:\nmodel.save_pretrained_merged('x')", "host-kill", "merge", 'save_pretrained("adapter")'),

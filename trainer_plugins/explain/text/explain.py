@@ -52,7 +52,7 @@ _LOOKALIKES = (
         (advice.WAIT_FOR_KERNELS,),
     ),
     (
-        r"(?i)\bsignal 11\b|SIGSEGV|segmentation fault",
+        r"(?i)\bsignal 11\b|SIGSEGV|segmentation fault|Fatal Python error: (?!.*memory)",
         "a native library crashed, such as NCCL or a compiled extension",
         (),
     ),

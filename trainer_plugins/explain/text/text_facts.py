@@ -290,7 +290,8 @@ def gather(excerpt: Excerpt, oom: OutOfMemory) -> TextFacts:
     cards = filter(None, map(_SMI_CARD.search, texts))
     return TextFacts(
         oom=oom,
-        frames=frames_around(lines[since:], at - since) or _last_words(texts[since:], at - since),
+        frames=frames_around(lines[since:], at - since)
+        or (_last_words(texts[since:], at - since) if oom.is_certain else ()),
         writer=lines[at].writer,
         text="\n".join(texts[near:]),
         command="\n".join(texts[:near]),

@@ -26,7 +26,10 @@ _SAID: tuple[tuple[Source, str, str], ...] = (
         rf"|{_HOST}[^.!?]{{0,60}}\b(?:grow|increas|leak|full|fills|exhaust|explo)"
         rf"|\boom[- ]killed\b|\b(?:oom|killed)\b[^.!?\n]{{0,40}}\b{_HOST}"
         rf"|grow[^.!?\n]{{0,12}} of {_HOST})"
-        r"|\bRAM\b\W{1,3}not\b|不是显存"
+        r"|\bRAM\b\W{1,3}not\b|不是显存|被 ?kill|被杀"
+        r"|(?i:\bkilled\b[^.!?\n]{0,30}\bout.of.memory"
+        r"|(?<!gpu )(?<!video )(?<!graphics )\bRAM\b(?: memory)? (?:usage|consumption)"
+        r"|\b(?:eats?|exceeds?|consumes?)\b[^.!?\n]{0,24} (?:cpu |system )?RAM\b)"
         r"|(?<!显)内存[^。\uff0c显\n]{0,12}?(?:OOM|溢出|不足|[爆暴]|飙|涨|占满|耗尽|一直|不断|持续|泄)"
         r"|(?i:\b(?:gets?|got|(?:process|run|job) (?:is|was)) killed\b)"
         r"|(?i:(?:session|notebook|kernel|colab)\w*\b[^.!?\n]{0,16}\bcrash|crash\w*[^.!?\n]{0,24}"
@@ -35,7 +38,7 @@ _SAID: tuple[tuple[Source, str, str], ...] = (
     (
         "allocator",
         "",
-        r"(?i:out[ -]of[ -](?:\w+[ -])?(?:memory|VRAM)|OutOfMemory|CUDA out of$"
+        r"(?i:out ?[ -] ?of ?[ -] ?(?:\w+[ -])?(?:memory|VRAM)|OutOfMemory|CUDA out of$"
         r"|(?<![a-z0-9_-])OOM(?:ing|s)?(?![a-z0-9_-])"
         r"|not enough (?:gpu )?memory|failed to allocate memory|capture cuda graph failed(?!:)"
         r"|enough GPU RAM|memory (?:leak|overflow)"
@@ -43,14 +46,14 @@ _SAID: tuple[tuple[Source, str, str], ...] = (
         r"|\d ?Gi?B\b[^.!?]{0,24}\b(?:stays?|never (?:freed|released)|more each))"
         r"|Invalid buffer size|NvMapMemAlloc\w*.{0,20}error 12"
         r"|显存[还也会又]{0,2}(?:不足|不够|爆|溢出)|爆显存"
-        r"|显存[^。\n]{0,8}(?:递增|增加|增长|上升)|(?:时|会)溢出",
+        r"|显存[^。\n]{0,8}(?:递增|增加|增长|上升|涨)|(?:时|会)溢出",
     ),
 )
 _NOT_SAID = (
     r"(?i:\b(?:no|avoid\w*|prevent\w*|without|against|(?<!see )if|handl\w*)\b[^.,;!?]{0,40})"
 )
 _ANY = re.compile("|".join(words for *_, words in _SAID) + "|[Mm]emory")
-_ON_MEMORY = re.compile(r"(?i)memory|\boom|显存|cuda|alloc|optimizer\.step")
+_ON_MEMORY = re.compile(r"(?i)memory|\boom|显存|\bcuda(?!:\d)|alloc|optimizer\.step")
 _ON_CARDS = re.compile(
     r"(?i)\bV?RAM\b|显存|\b(?:gpu|cuda|peak) memory\b|\bmemory (?:us|spike|leak|footprint)"
     r"|lora|\bfull\b|全[参量]|\d ?[*x\u00d7] ?(?:\d{2,3} ?G|[ahlbv]\d)|\d ?[张卡块]"

@@ -51,6 +51,8 @@ RULES: tuple[Rule, ...] = (
     place.long_sample,
     numbers.capacity,
 )
+_OF_STEPS = (arithmetic.logits, arithmetic.pictures)
+_OUTSIDE_STEPS = {"adapter-merge", "host-kill", "load-too-large", "resume-load", "save-gather"}
 _MOST_CAUSES = 3
 
 
@@ -58,6 +60,8 @@ def causes_of(facts: TextFacts) -> tuple[Cause, ...]:
     """Judge the facts: the answer first, then other possibilities if it is not certain."""
     found: dict[str, Cause] = {}
     for rule in RULES:
+        if rule in _OF_STEPS and _OUTSIDE_STEPS & found.keys():
+            continue
         if rule is numbers.capacity and found and not _leave_it_open(found.values(), facts):
             continue
         if (one := rule(facts)) is not None:

@@ -24,9 +24,10 @@ FRAMES = re.compile(
     r"(?i)(?P<is_set>(?:--)?[a-z_]*(?:n_?frames|max_frames|num_frames)[\"']?[ =:]{1,3}[\"']?)"
     r"(?P<frames>\d{1,5})\b"
 )
-_SEES = re.compile(r"(?i)VL-|pixel|(?<!docker )images?\b|图片|图像|图文")
-_ONLY_TEXT = re.compile(r"(?is)(?!.*(?:pixel|images?\b|图)).*\bgrpo\b")
-SEES_VIDEOS = r"(?i)(?<![a-z])videos?(?![a-z]| ?(?:memory|v?ram|card))|视频"
+_SEES = re.compile(r"(?i)VL-|pixel|(?<!docker )images?(?![a-z])|图片|图像|图文")
+_ONLY_TEXT = re.compile(r"(?is)(?!.*(?:pixel|images?(?![a-z])|图)).*\bgrpo\b")
+# Not of a flag or a path, nor "video memory".
+SEES_VIDEOS = r"(?i)(?<![\w-])videos?(?![\w-]| ?(?:memory|v?ram|card|processor))|视频"
 _SETS_PIXELS = re.compile(r"(?i)max_pixels|max_slice|resize|max_token_num")
 _PATCH = 28  # pixels of a token's side: patches of 14, two by two (Qwen2-VL, Qwen2.5-VL)
 _UNLIMITED_PIXELS = 12_845_056  # of the processor of Qwen2-VL and Qwen2.5-VL without a setting
@@ -44,7 +45,9 @@ FITS_WITHOUT = re.compile(
     rf"(?i){_REST}(?:\b(?:fine|works?|worked|fits?|succeeds?|no OOM)\b[^.!?\n]{{0,24}}?"
     r"\b(?:when|if|with|once|after)\b[^.!?\n]{0,60}?"
     r"\b(?:off|disabl\w+|commented out|removed?|unset|without)\b"
-    rf"|\bOOM\b[^.!?\n]{{0,40}}\bif I use \w+ it (?:runs|works)(?: fine)?){_REST}"
+    rf"|\bOOM\b[^.!?\n]{{0,40}}\bif I use \w+ it (?:runs|works)(?: fine)?"
+    r"|\b(?:when|if|once|after)\b[^.!?\n]{0,30}\b(?:disabl\w+|comment\w* out|remov\w+|unset)\b"
+    rf"[^.!?\n]{{0,40}}\b(?:fine|works?|fits?|no OOM)\b){_REST}"
 )
 _VERSION = r"v?\d+\.\d+(?:\.\d+)?"
 _OLDER = re.compile(

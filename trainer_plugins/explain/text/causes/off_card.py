@@ -15,7 +15,7 @@ _SMALL_BYTES = 4 * GIB
 _PINS = r"pin_memory|\bpin\b|cudaHostRegister|offload|\.cpu\(|to\(['\"]cpu|swap_tensor|cpu_memory"
 _USED = r"CPU Virtual Memory: *used = ([\d.]+) GB, percent = ([\d.]+)%"
 _LIMITED = (
-    r"OOM ?Kill|emory limit|low on resource|[Mm]emory cgroup|CONSTRAINT_MEMCG|oom_memcg"
+    r"OOM ?Killed|emory limit|low on resource|[Mm]emory cgroup|CONSTRAINT_MEMCG|oom_memcg"
     r"|oom[-_ ]kill event|srun: error.*Out Of"
 )
 _LIMITING = r"(?i)slurmstepd|SLURM_|\bsrun\b|\bsbatch\b|kubectl|kubelet|docker run|\bpod\b"

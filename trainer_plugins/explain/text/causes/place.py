@@ -67,7 +67,7 @@ _BETWEEN_RUNS = (
     r"|(?:停止|结束|中断|训练完)[^。]{0,20}显存[^。]{0,12}[没不未][^。]{0,6}(?:释放|清)"
 )
 _LATER = (
-    r"suddenly|sporadic|(?:after|till|until|for) (?:about |around |~)?\d[\d.,]*[kK]? ?(?:\w+ )?"
+    r"suddenly|sporadic|(?:after|until) (?:an?|one|the first|\d) epoch|个epoch后|(?:after|till|until|for) (?:about |around |~)?\d[\d.,]*[kK]? ?(?:\w+ )?"
     r"(?:steps|iter|hours)|steadily"
     r"|(?:climb|increas|grow)\w* (?:\w+ ){0,2}(?:during|in the process|over)"
     r"|\b(?:some|certain|few|couple of|third|\d(?:rd|nd|th)) (?:optimization )?steps?\b"
@@ -269,7 +269,7 @@ PLACES: tuple[Rule, ...] = (
         innermost=None,
         unless=r"training_step|\bforward\b|backward",
         words=_moment(
-            r"load(?:s|ed|ing)?\b[^.!?]{0,24}?(?:model|weights|shards|base)|from_pretrained",
+            r"instantiat\w+|load(?:s|ed|ing)?\b[^.!?]{0,24}?(?:model|weights|shards|base)|from_pretrained",
             "加载模型|加载权重|模型加载",
         ),
         unknown="whether the card was already in use: compare parameters x bytes with the memory"

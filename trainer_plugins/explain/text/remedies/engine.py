@@ -15,6 +15,7 @@ _WANTED = r"desired GPU memory utilization \((?P<share>[\d.]+),"
 _TOTAL = r"total_gpu_memory=([\d.]+)GiB"
 _KV_CACHE = r"Available KV cache memory: (-[\d.]+) GiB"
 _LENGTH = r"maximum model length is (\d+)|stored in KV cache \((\d+)\)"
+_BESIDE_TRAINING = 0.4  # of a card that also trains, where no number shows what is missing
 _LARGEST_SHARE, _SMALLEST_SHARE, _STEP = 0.95, 0.1, 0.05
 
 
@@ -51,6 +52,8 @@ def lower(one: Advice, facts: TextFacts) -> Remedy | None:
         effect = f"releases {given}; at least {size(missing)} are missing"
     else:
         new, effect = smaller_share(share), one.effect
+        if is_in_training(facts):
+            new = min(new, _BESIDE_TRAINING)
     if new < (_SMALLEST_SHARE if refuses_to_start else _STEP):
         return None
     is_known = total and free is not None
