@@ -27,6 +27,7 @@ class Door(Enum):
 BLANKS = (
     "ROWS", "STEPS", "LENGTH", "COMMAND", "OPTIONS", "PLACE", "PID", "CARD", "CARDS", "SHARE",
     "SIZE", "WORKERS", "SEQUENCES", "LAYER", "LAYERS", "HOW", "MEGABYTES", "CHECKPOINT",
+    "GENERATIONS",
 )  # fmt: skip
 _BLANK = re.compile(rf"(?<![\w$])(?:{'|'.join(BLANKS)})(?!\w)")
 _FLAG = re.compile(r"--(\w+) ('[^']*'|\S+)")

@@ -18,7 +18,15 @@ _LESS_MAIN_MEMORY = (
 SMALLER_STATES = (FUSED_ADAMW, OFFLOAD_OPTIMIZER, EIGHT_BIT_ADAMW, ADAFACTOR)
 
 # For a micro-batch of one row, which cannot be divided.
-ONE_ROW = (CHECKPOINTING, REDUCED_EACH_TIME, SURVIVE, SHORTER_ROWS, PRINT_THE_OOM, PLAN_THE_RUN)
+ONE_ROW = (
+    CHECKPOINTING,
+    FEWER_GENERATIONS,
+    REDUCED_EACH_TIME,
+    SURVIVE,
+    SHORTER_ROWS,
+    PRINT_THE_OOM,
+    PLAN_THE_RUN,
+)
 
 # The first that applies leads.
 FOR_CAUSE: Mapping[str, tuple[Advice, ...]] = {
@@ -88,7 +96,7 @@ FOR_CAUSE: Mapping[str, tuple[Advice, ...]] = {
         MEMORY_FRACTION,
         SMALLER_NCCL_BUFFERS,
     ),
-    "optimizer-state": (*SMALLER_STATES, MORE_CARDS, PLAN_THE_RUN),
+    "optimizer-state": (NO_FULL_EMBEDDINGS, *SMALLER_STATES, MORE_CARDS, PLAN_THE_RUN),
     "pinned": (NO_PINNED_OFFLOAD, NO_PINNED_ACTIVATIONS, NO_PINNED_BATCHES),
     "quadratic-attention": (SDPA_ATTENTION, FLASH_ATTENTION, SHORTER_ROWS, *LESS_OF_THE_BATCH),
     "regression": (BACK_TO_WHAT_FITTED, *LESS_OF_THE_BATCH),

@@ -111,6 +111,13 @@ NO_GATHER_TO_GENERATE = Advice(
     trl="--ds3_gather_for_generation False",
     arguments="ds3_gather_for_generation=False",
 )
+FEWER_GENERATIONS = Advice(
+    effect="halves the answers to a prompt that pass through the model together",
+    price="the advantage of an answer is estimated from fewer others",
+    trl="--num_generations GENERATIONS",
+    arguments="num_generations=GENERATIONS",
+    unfilled="lower --num_generations",
+)
 GENERATE_ON_ITS_OWN_CARD = Advice(
     effect="generates with vLLM on a separate card, so the training cards gather nothing",
     price="another card",

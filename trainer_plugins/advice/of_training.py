@@ -212,6 +212,11 @@ OFFLOAD_OPTIMIZER = Advice(
     price="a slower step, and that much main memory",
     shell="trainer-plugins configs show zero3_offload_optimizer > accelerate.yaml",
 )
+NO_FULL_EMBEDDINGS = Advice(
+    effect="trains no embedding and no head in full, each with a gradient and states of its own",
+    price="new tokens are not learned",
+    code='leave "embed_tokens" and "lm_head" out of modules_to_save (Unsloth: target_modules)',
+)
 OFFLOAD_TO_DISK = Advice(
     effect="moves optimizer states (12 bytes per parameter) and parameters to a disk",
     price="much slower steps; needs a fast local disk",

@@ -13,15 +13,24 @@ from typing import NamedTuple
 from trainer_plugins.explain.shared import Said, say
 from trainer_plugins.explain.text.settings import Settings
 from trainer_plugins.explain.text.text_facts import TextFacts
+from trainer_plugins.explain.text.told import ASKS_NEED
 
 _GB = 10**9
 _ASCII = str.maketrans("\uff08\uff09\uff0a", "()*")
 # Of a name as "Qwen2.5-VL-7B", "32bVL"; "4bit", "80GB" and "1B tokens" are something else.
 _BILLIONS = re.compile(r"(?<![\d.A])(\d{1,3}(?:\.\d{1,2})?) ?[bB](?![a-z\d])(?! tokens)")
+# PEFT's print_trainable_parameters.
+_COUNTED = re.compile(r"\ball params: ([\d,]{9,15})")
 _FULL = re.compile(
     r"(?i)(?:finetuning|train|tuner)_type[\"']?[ =:]{1,3}[\"']?full|train_full|full_fine_?tun"
     r"|\bfull[- ]?(?:param\w*[- ]?)?(?:fine[- ]?tun|sft|ft\b|training)|\b\d{1,3}B (?:in )?full\b"
     r"|全参|全量|\btune_mm_llm[ =]True"
+)
+_TRAINS = r"(?i)\btrain|fine-?tun|微调|训练|\b(?:sft|dpo|grpo|ppo|rlhf)\b"
+# A person has seen it fit, an optimizer has other states, or the weights only run.
+_IS_ELSE = (
+    r"(?i)\bwork(?:s|ed)\b|\bfine\b(?![- ]?tun)|正常|没问题|\bgalore|\blomo|\bbadam"
+    r"|\binference\b|推理|vllm|sglang"
 )
 # Parts of the model are frozen, or the framework trains an adapter by default.
 _NOT_FULL = re.compile(r"(?i)freez|冻结|swift|llama-?factory|unsloth")
@@ -43,6 +52,9 @@ _NUM_CARDS = re.compile(
     r"|(?<![\d.])(\d{1,2}) (?:NVIDIA )?(?:[AHV]\d{2,3}s?\b|GPUs\b|cards\b)"
     r"|(\d{1,2}) ?(?:[张卡块]|个 ?(?:GPU|[ABHLV]\d))|GPU (?:number|[Cc]ount)\W{1,9}(\d{1,2})\b"
 )
+_ONE_CARD = re.compile(
+    r"(?i)num_gpus[ =]1\b|\b(?:single|one|an?)\b[^.\n]{0,16}\b(?:GPU|[AHV]\d00|card)|单卡|一张"
+)
 _STAGE = re.compile(r"(?i)zero[-_ ]?(?:stage[-_ ]?)?([123])|ds_z([123])|[\"']stage[\"']: ?([123])")
 _OFFLOADED = re.compile(r"(?i)z(?:ero)?[-_ ]?[123][-_ ](?:cpu[-_ ])?offload|offload_optimizer")
 # In 10^9 bytes, of cards that are sold with one size.
@@ -59,6 +71,10 @@ _SIZE = re.compile(
     r"(?:VRAM|显存|[Gg]raphics|GPU|cards?\b|[AHV]\d00)"
     r"|[*x\u00d7] ?(\d{2,3}) ?GB?\b"
 )
+# Of a size behind it, which is what the run holds.
+_IN_USE = re.compile(
+    r"(?i)(?:\boccup\w+|\b(?:use[sd]?|using|takes?|consum\w+|peak\w*)|占用?)[^.\n]{0,12}$"
+)
 
 
 class States(NamedTuple):
@@ -72,6 +88,7 @@ class States(NamedTuple):
     card_bytes: int | None
     is_offloaded: bool
     is_deepspeed: bool  # it keeps a float32 copy of all that is trained
+    is_assumed: bool  # whether the text shows neither full training nor an adapter
 
     def count_bytes(
         self, *, stage: int | None = None, is_full: bool | None = None, moments: int = 8
@@ -117,13 +134,14 @@ class States(NamedTuple):
         what, each = "the frozen weights", f"{self.weight_bytes:g} bytes"
         if self.is_full:
             what, each = "weights, gradients and Adam's states", "16 bytes"
+        if_so = "If all weights are trained: " if self.is_assumed else ""
         if self.is_full and self.stage in (1, 2):
             share = f", of which ZeRO-{self.stage} divides a part among {self.num_ranks} ranks"
         else:
             share = f" / {self.num_ranks} ranks" if self.stage == 3 and self.num_ranks > 1 else ""
         return say(
-            f"{self.billions:g} billion parameters x {each}{share} = {{state_bytes}} a card for"
-            f" {what}{', of {capacity_bytes}' if self.card_bytes else ''}.",
+            f"{if_so}{self.billions:g} billion parameters x {each}{share} = {{state_bytes}} a card"
+            f" for {what}{', of {capacity_bytes}' if self.card_bytes else ''}.",
             state_bytes=self.count_bytes(),
             capacity_bytes=self.card_bytes,
         )
@@ -133,6 +151,8 @@ def read_states(facts: TextFacts) -> States | None:
     """Read a model's size and how it is trained; None if the text names several, or no method."""
     settings, text = Settings(facts), facts.whole.translate(_ASCII)
     named = _BILLIONS.findall(settings.model) or sorted(set(_BILLIONS.findall(text)))
+    if counted := _COUNTED.search(text):
+        named = [f"{int(counted[1].replace(',', '')) / _GB:.1f}"]
     is_full, is_adapter = bool(_FULL.search(text)), bool(_ADAPTER.search(text))
     explicit = settings.value(
         "finetuning_type|train_type|tuner_type|sft_type|adapter", "full|q?lora"
@@ -141,20 +161,32 @@ def read_states(facts: TextFacts) -> States | None:
         is_full, is_adapter = explicit == "full", explicit != "full"
     if IN_4_BITS.search(text):  # such weights cannot be trained themselves
         is_full, is_adapter = False, True
-    if settings.names_model and not is_adapter:  # a command would name an adapter
-        is_full = _NOT_FULL.search(text) is None
-    if len(named) > 1 or is_full == is_adapter:
+    is_assumed = not (is_full or is_adapter) and _NOT_FULL.search(text) is None
+    is_assumed = is_assumed and facts.asked_bytes is None and _may_be_full(facts)
+    num_ranks, stage = _count_ranks(text), _read_stage(text)
+    if not is_adapter and settings.names_model and _NOT_FULL.search(text) is None:
+        is_full, is_assumed = True, False  # a command would name an adapter
+    if len(named) > 1 or is_full == (is_adapter or is_assumed):
         return None
-    return States(
+    found = States(
         billions=float(named[0]) if named else 0,
-        is_full=is_full,
-        num_ranks=_count_ranks(text),
-        stage=_read_stage(text),
+        is_full=is_full or is_assumed,
+        num_ranks=num_ranks,
+        stage=stage,
         weight_bytes=FOUR_BIT_BYTES if IN_4_BITS.search(text) else 2,
         card_bytes=facts.total_bytes or _read_card(text),
         is_offloaded=bool(_OFFLOADED.search(text)),
         is_deepspeed="deepspeed" in text.casefold(),
+        is_assumed=is_assumed,
     )
+    is_known = not stage or num_ranks > 1 or _ONE_CARD.search(text) is not None
+    return None if is_assumed and not (found.are_too_large and is_known) else found
+
+
+def _may_be_full(facts: TextFacts) -> bool:
+    """Return whether a text reports a training that failed, and no method of it."""
+    is_question = ASKS_NEED.search(facts.oom.text) is not None
+    return not is_question and bool(facts.says(_TRAINS)) and not facts.says(_IS_ELSE)
 
 
 def describe_need(facts: TextFacts) -> Said:
@@ -211,8 +243,9 @@ def _count_ranks(text: str) -> int:
 
 
 def _read_card(text: str) -> int | None:
-    if found := _SIZE.search(text):
-        return int(next(filter(None, found.groups()))) * _GB
+    for found in _SIZE.finditer(text):
+        if not _IN_USE.search(text[: found.start()]):
+            return int(next(filter(None, found.groups()))) * _GB
     named = {
         size for name, size in _CARDS.items() if re.search(rf"(?ia:(?<!\w){name}(?!\w))", text)
     }

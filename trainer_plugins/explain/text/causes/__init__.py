@@ -38,6 +38,7 @@ RULES: tuple[Rule, ...] = (
     arithmetic.cut_command,
     arithmetic.judge_fault,
     arithmetic.judge_comparison,
+    arithmetic.embeddings,
     arithmetic.outlier,
     arithmetic.states,
     others.judge_share,

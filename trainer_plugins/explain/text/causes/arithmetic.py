@@ -49,6 +49,7 @@ FITS_WITHOUT = re.compile(
     r"|\b(?:when|if|once|after)\b[^.!?\n]{0,30}\b(?:disabl\w+|comment\w* out|remov\w+|unset)\b"
     rf"[^.!?\n]{{0,40}}\b(?:fine|works?|fits?|no OOM)\b){_REST}"
 )
+EMBEDDINGS = re.compile(r"[\"'](embed_tokens|lm_head)[\"']")
 _VERSION = r"v?\d+\.\d+(?:\.\d+)?"
 _OLDER = re.compile(
     rf"(?i){_REST}(?:"
@@ -91,12 +92,43 @@ def states(facts: TextFacts) -> Cause | None:
     return cause(
         "optimizer-state" if found.is_full else "load-too-large",
         found.describe(),
+        grade="possible" if found.is_assumed else None,
         summary="weights, gradients and optimizer states alone fill the card, at any batch size"
         if found.is_full
         else "",
         doubt="The numbers are the text's, and the ranks, the card and the method are read from its"
         " words: `trainer-plugins plan` with them counts what comes on top",
     )
+
+
+def embeddings(facts: TextFacts) -> Cause | None:
+    """An adapter trains the embedding and the head in full, as large as they are."""
+    model, count = find_model(facts.whole), len(set(EMBEDDINGS.findall(facts.whole)))
+    if facts.oom.source != "allocator" or not trains_embeddings(facts):
+        return None
+    each = count * (model.vocabulary * model.hidden if model else 0)
+    return cause(
+        "optimizer-state",
+        f"The text has {' and '.join(sorted(set(EMBEDDINGS.findall(facts.whole))))} beside the"
+        " adapter.",
+        say(
+            f"{count} x {{num_words:,}} words x {{hidden:,}} x 16 bytes = {{full_bytes}}: weights,"
+            f" gradients and Adam's states of {'both' if count > 1 else 'it'} in float32.",
+            num_words=model.vocabulary,
+            hidden=model.hidden,
+            full_bytes=16 * each,
+        )
+        if model
+        else "",
+        summary="the adapter's settings train the embedding or the head in full",
+        doubt="The text does not show what else fills the card: see whether it fits without them",
+    )
+
+
+def trains_embeddings(facts: TextFacts) -> bool:
+    """Return whether PEFT, or Unsloth for its targets, trains embeddings and heads in full."""
+    names = facts.says(r"modules_to_save|(?is:unsloth.{0,2000}target_modules)")
+    return bool(names and EMBEDDINGS.search(facts.whole))
 
 
 def cut_command(facts: TextFacts) -> Cause | None:
@@ -173,6 +205,8 @@ def logits(facts: TextFacts) -> Cause | None:
         return None
     if is_followed(advice.LIGER, facts):
         return None  # it never holds them all
+    if max(map(int, _PIXELS.findall(facts.whole)), default=0) > _PATCH**2 * (settings.length or 0):
+        return None  # a picture has more tokens than that
     rows = (settings.rows or 1) * (2 if _PAIRS.search(facts.whole) else 1)
     num_bytes = rows * (settings.length or 0) * model.vocabulary * 4
     equation = solve_logits(facts) if (facts.asked_bytes or 0) >= _NEEDLE_BYTES else ""

@@ -24,7 +24,7 @@ _LEAST_OTHERS_BYTES = 2 * GIB
 _LEAST_OTHERS_FRACTION = 0.15
 _IMPORTANT_FRACTION = 0.85
 _GROUPED = (
-    "Each of num_generations answers passes through the model again with gradients: activations and"
+    "Each answer of a prompt passes through the model again with gradients: activations and"
     " logits grow with the answers of a micro-batch."
 )
 _MASKED = (

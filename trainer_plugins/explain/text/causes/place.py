@@ -67,7 +67,8 @@ _BETWEEN_RUNS = (
     r"|(?:停止|结束|中断|训练完)[^。]{0,20}显存[^。]{0,12}[没不未][^。]{0,6}(?:释放|清)"
 )
 _LATER = (
-    r"suddenly|sporadic|(?:after|until) (?:an?|one|the first|\d) epoch|个epoch后|(?:after|till|until|for) (?:about |around |~)?\d[\d.,]*[kK]? ?(?:\w+ )?"
+    r"suddenly|sporadic|(?:after|until) (?:an?|one|the first|\d) epoch|个epoch后"
+    r"|(?:after|till|until|for) (?:about |around |~)?\d[\d.,]*[kK]? ?(?:\w+ )?"
     r"(?:steps|iter|hours)|steadily"
     r"|(?:climb|increas|grow)\w* (?:\w+ ){0,2}(?:during|in the process|over)"
     r"|\b(?:some|certain|few|couple of|third|\d(?:rd|nd|th)) (?:optimization )?steps?\b"

@@ -17,7 +17,11 @@ from trainer_plugins.explain.text.followed import is_followed
 from trainer_plugins.explain.text.frameworks import spell_for
 from trainer_plugins.explain.text.remedies import applies
 from trainer_plugins.explain.text.remedies.filled import FILLED, WANTED_CARD, uses_trainer
-from trainer_plugins.explain.text.remedies.less_states import shrink_states
+from trainer_plugins.explain.text.remedies.less_states import (
+    keep_on_cards,
+    list_too_weak,
+    shrink_states,
+)
 from trainer_plugins.explain.text.settings import Settings
 from trainer_plugins.explain.text.states import copies_weights, read_states
 from trainer_plugins.explain.text.text_facts import TextFacts
@@ -82,14 +86,20 @@ def remedies_of(causes: Iterable[Cause], facts: TextFacts) -> tuple[Remedy, ...]
 
 
 def _offer(code: str, facts: TextFacts) -> Iterator[Remedy]:
+    too_weak: set[Advice] = set()
+    if code in ("host-kill", "host-limit"):
+        made = keep_on_cards(read_states(facts), facts)
+        yield from (replace(one, cause=code) for one in made)
     is_of_states = code in ("optimizer-state", "load-too-large")
     # A traceback shows a place; without one, the states are the best guess at a full card.
     if is_of_states or (code == "capacity" and not facts.frames):
         states = read_states(facts)
+        too_weak = list_too_weak(states)
         if states is not None and states.may_shrink:
             made = shrink_states(states, facts, lambda one: _applies(one, code, facts))
             yield from (replace(one, cause=code) for one in made)
-    yield from choose_remedies(code, _order(code, facts), facts)
+    order = [one for one in _order(code, facts) if one not in too_weak]
+    yield from choose_remedies(code, order, facts)
 
 
 def choose_remedies(code: str, order: Iterable[Advice], facts: TextFacts) -> Iterator[Remedy]:

@@ -7,7 +7,7 @@ from trainer_plugins.advice import Advice
 from trainer_plugins.advice.for_causes import LESS_OF_THE_BATCH
 from trainer_plugins.explain.shared import SURVIVAL_REFUSED
 from trainer_plugins.explain.text.causes import off_card, place
-from trainer_plugins.explain.text.causes.arithmetic import FRAMES, SEES_VIDEOS
+from trainer_plugins.explain.text.causes.arithmetic import FRAMES, SEES_VIDEOS, trains_embeddings
 from trainer_plugins.explain.text.followed import is_followed
 from trainer_plugins.explain.text.frameworks import spell_for
 from trainer_plugins.explain.text.remedies import engine
@@ -121,6 +121,7 @@ APPLIES: Mapping[Advice, Test] = {
     advice.REDUCED_EACH_TIME: _all_of(
         _FSDP, _says(r"gradient_accumulation_steps[\"']?[ =:]{1,4}(?:[2-9]|\d\d)")
     ),
+    advice.NO_FULL_EMBEDDINGS: trains_embeddings,
     advice.PLAN_THE_RUN: lambda facts: uses_trainer(facts) or facts.find_call(place.LOADING),
     advice.NO_GRAD: _none_of(uses_trainer),
     advice.EXPANDABLE_SEGMENTS: _none_of(

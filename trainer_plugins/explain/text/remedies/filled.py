@@ -18,6 +18,7 @@ from trainer_plugins.explain.text.settings import LENGTH, ROWS, STEPS, TOKENS, S
 from trainer_plugins.explain.text.text_facts import TextFacts
 from trainer_plugins.units import GIB, size
 
+_FEW_GENERATIONS = 4  # half of less leaves nothing to compare an answer with
 _ROWS, _STEPS = "per_device_train_batch_size", "gradient_accumulation_steps"
 _ANSWERS = "max_completion_length|max_response_length|max_new_tokens"
 # With transformers 5 their losses are means, and the Trainer takes them for sums over the step.
@@ -99,6 +100,11 @@ def _plan(one: Advice, facts: TextFacts) -> Remedy:
     do, missing = plan_command(facts)
     unknown = f" (the text does not show {' and '.join(missing)})" if missing else ""
     return remedy(one, do, one.effect + unknown)
+
+
+def _fewer_generations(one: Advice, facts: TextFacts) -> Remedy | None:
+    number = int(Settings(facts).value("num_generations", r"\d{1,3}") or 0)
+    return remedy(one, Door.TRL, generations=number // 2) if number >= _FEW_GENERATIONS else None
 
 
 def _smaller_eval_batch(one: Advice, facts: TextFacts) -> Remedy | None:
@@ -228,6 +234,7 @@ FILLED: Mapping[Advice, Callable[[Advice, TextFacts], Remedy | None]] = {
     advice.OBSERVE: _suggest_relaunch,
     advice.ONE_CARD: _suggest_relaunch,
     advice.PLAN_THE_RUN: _plan,
+    advice.FEWER_GENERATIONS: _fewer_generations,
     advice.SMALLER_EVAL_BATCH: _smaller_eval_batch,
     advice.FEWER_INPUTS: _add_shortage,
     advice.LIGER: _add_request,

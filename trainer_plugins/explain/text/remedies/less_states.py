@@ -33,6 +33,30 @@ def shrink_states(
         yield remedy(one, spell_for(one, facts), effect, by_arithmetic=True)
 
 
+def keep_on_cards(states: States | None, facts: TextFacts) -> Iterator[Remedy]:
+    """Yield sharding without offload, where offload filled main memory and the cards have room."""
+    if states is None or not (states.billions and states.is_full and states.is_offloaded):
+        return
+    shard = states.count_bytes(stage=3)
+    if shard < ROOM * (states.card_bytes or 0):
+        effect = f"{size(shard)} a card: shards the states over the cards' memory, without offload"
+        yield remedy(
+            advice.SHARD_THE_RUN,
+            spell_for(advice.SHARD_THE_RUN, facts),
+            effect,
+            by_arithmetic=True,
+        )
+
+
+def list_too_weak(states: States | None) -> set[Advice]:
+    """List what does not make too large states fit, by the same arithmetic."""
+    if states is None or not states.are_too_large or not states.is_full:
+        return set()
+    fits = ROOM * (states.card_bytes or 0)
+    weak = {one for one, num_bytes in _count_with(states) if num_bytes >= fits}
+    return weak | {advice.FUSED_ADAMW}
+
+
 def _count_with(states: States) -> Iterator[tuple[Advice, int]]:
     if states.num_ranks > 1 and states.stage < 3:
         yield advice.SHARD_THE_RUN, states.count_bytes(stage=3)
@@ -42,6 +66,7 @@ def _count_with(states: States) -> Iterator[tuple[Advice, int]]:
         return
     if not states.stage:
         yield advice.EIGHT_BIT_ADAMW, states.count_bytes(moments=2)
+        yield advice.ADAFACTOR, states.count_bytes(moments=0)
     left = states.billions * 1e9 * _NUM_BYTES_OFFLOADED / states.num_ranks
     yield advice.OFFLOAD_OPTIMIZER, int(left)
     adapted = states._replace(is_full=False)
