@@ -56,6 +56,21 @@ SWIFT = "OOM at the first step\nswift sft --model Qwen/Qwen2.5-VL-7B-Instruct \\
         # A version with a known fault; the one that cures it is no fault any more.
         ("OOM with ZeRO-3 and gradient checkpointing, deepspeed==0.16.4", "regression", "DeepSpeed#7116", "deepspeed>=0.16.8"),
         ("OOM with ZeRO-3 and gradient checkpointing, deepspeed==0.16.8", "capacity", "OOM", ""),
+        # What is in force is not offered, however a framework spells it.
+        ("OOM\nmodel_name_or_path: Qwen/Qwen2.5-1.5B\ncutoff_len: 16384\nper_device_train_batch_size: 4\nenable_liger_kernel: true\nfinetuning_type: full", "capacity", "1.5 billion", "--per_device_train_batch_size 2"),
+        ("Some modules are dispatched on the CPU or the disk. Make sure you have enough GPU RAM to fit the quantized model.", "load-too-large", "quantized model", 'device_map={"": 0}'),
+        ("保存模型时 CPU 内存暴涨至 250GB+ 导致 OOM", "host-kill", "250GB", "--save_only_model True"),
+        ("OOM in training. If I comment out use_unsloth_gc it is fine.", "regression", "use_unsloth_gc", "leave use_unsloth_gc out"),
+        # Unsloth trains these targets in full, PEFT what it saves.
+        ("OOM with unsloth, gemma-2-2b\ntarget_modules = ['q_proj', 'embed_tokens', 'lm_head']\nlora_alpha = 32", "optimizer-state", "= 17.58 GiB", '"embed_tokens" and "lm_head"'),
+        # A method that is not named is full training, if it reports an error.
+        ("DPO training of Llama2-7B is OOM on an A100 40GB GPU", "optimizer-state", "If all weights are trained: 7 billion", "zero3_offload_optimizer"),
+        ("OOM with lora on a 48 GB card\nall params: 8,041,160,224", "capacity", "8 billion parameters x 2 bytes", ""),
+        ("Training is 自动被killed且无任何报错信息", "host-kill", "被killed", "dmesg"),
+        # The cards have room for what offload keeps in main memory.
+        ("The OS OOM killer ends it, out of system memory.\nfull sft of a 30B model on 8 x H200, zero2_offload", "host-kill", "30 billion parameters x 18 bytes", "configs show fsdp2"),
+        ("OOM in GRPO\n--per_device_train_batch_size 1 --gradient_checkpointing true --num_generations 8", "capacity", "Each answer of a prompt", "--num_generations 4"),
+        ('OOM\n  File "/v/accelerate/accelerator.py", line 2033, in _prepare_deepspeed\n    engine = ds_initialize(**kwargs)\n', "optimizer-state", "_prepare_deepspeed", "zero3_offload_optimizer"),
         # One row in other frameworks' words is not halved, and a length is halved in theirs.
         ("OOM in backward at some step\nlocal_batch_size: 1\nmax_length: 8192", "long-sample", "at some step", "--preset observe"),
         ("OOM\nactor_rollout_ref.actor.ppo_micro_batch_size=64", "capacity", "OOM", "actor_rollout_ref.actor.ppo_micro_batch_size=32"),
