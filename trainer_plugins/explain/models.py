@@ -107,5 +107,7 @@ def _pattern(name: str) -> str:
     family, version, *others = map(re.escape, name.split())
     if (family, version) == ("Llama", "3"):
         version = r"3(?:\.\d)?"
+    if (family, version) == ("Qwen", r"2\.5"):  # of the same shapes as Qwen 2
+        version = r"2(?:\.5)?"
     words = "[-_ ]{0,2}(?:(?:instruct|vl|coder|math|omni)[-_ ])?".join((family, version, *others))
     return rf"(?i)(?<![a-z]){words}(?![.\d]*\d|b\b)"

@@ -8,12 +8,18 @@ from trainer_plugins import advice
 from trainer_plugins.advice.for_causes import CACHE_FLUSHES
 from trainer_plugins.explain.answer import Explanation, Numbers
 from trainer_plugins.explain.shared import add_numbers, cause, quote
-from trainer_plugins.explain.text.causes import causes_of, others
+from trainer_plugins.explain.text.causes import arithmetic, causes_of, others
 from trainer_plugins.explain.text.causes.numbers import is_fragmented
 from trainer_plugins.explain.text.excerpt import Excerpt
 from trainer_plugins.explain.text.remedies import choose_remedies, remedies_of
 from trainer_plugins.explain.text.text_facts import TextFacts, gather
-from trainer_plugins.explain.text.told import ASKS_NEED, FRAME, find_question, find_told_oom
+from trainer_plugins.explain.text.told import (
+    ASKS_NEED,
+    FRAME,
+    find_question,
+    find_settings,
+    find_told_oom,
+)
 from trainer_plugins.oom import OutOfMemory
 from trainer_plugins.oom.rules import KILLED_FROM_OUTSIDE
 from trainer_plugins.record.shown import Process
@@ -80,7 +86,7 @@ _LOOKALIKES = (
         (advice.REBOOT,),
     ),
     (
-        r"subprocesses has abruptly died|子进程\S{0,4}(?:退出|终止|崩溃)",
+        r"(?i)subprocess(?:es has)? abruptly died|子进程\S{0,4}(?:退出|终止|崩溃)",
         "a process that prepares the data ended without an error",
         (advice.STREAM_THE_DATA,),
     ),
@@ -148,12 +154,15 @@ def _explain_without_oom(excerpt: Excerpt, subject: str) -> Explanation:
     need = find_question(excerpt, ASKS_NEED)
     if in_words and not need:
         return explain_excerpt(in_words, subject)
-    if question := need or find_question(excerpt):
+    if question := need or find_question(excerpt) or find_settings(excerpt):
         answer = explain_excerpt(question, subject)
         first, *more = answer.causes
         grade = first.grade if first.code == "regression" else "possible"
         return replace(answer, causes=(replace(first, grade=grade), *more))
     errors = [line.text for line in excerpt.lines if _ERROR.match(line.text)]
+    if not errors and (too_large := arithmetic.judge_size(facts)):
+        remedies = remedies_of((too_large,), facts)
+        return Explanation(subject=subject, causes=(too_large,), remedies=remedies)
     last_error = (f"its last error: {quote(errors[-1])}",) if errors else ()
     if not errors and any(FRAME.match(line.text) for line in excerpt.lines):
         last_error = ("its traceback ends before the error: add the lines that follow",)

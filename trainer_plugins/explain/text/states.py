@@ -66,7 +66,7 @@ _CARDS: Mapping[str, int] = {
 _SIZES = {11, 12, 40, 64, 96, *_CARDS.values()}
 _SIZE = re.compile(
     r"(?:(?i:[AHV])\d00\w{0,4}|GPU|card|VRAM|显存)\W{0,3}(?:\w{1,6}\W{1,2})?(\d{2,3})(?:\.\d+)?"
-    r" ?G(?:i?B)?\b"
+    r" ?G(?:i?B)?\b|Max memory: (\d{2,3})\.\d+ GB"
     r"|(?<![\d.])(\d{2,3}) ?G(?:i?B)?\W{0,2}(?:of |per |的)?"
     r"(?:VRAM|显存|[Gg]raphics|GPU|cards?\b|[AHV]\d00)"
     r"|[*x\u00d7] ?(\d{2,3}) ?GB?\b"

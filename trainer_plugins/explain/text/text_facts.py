@@ -197,12 +197,11 @@ class TextFacts:
 
     @property
     def _sentences(self) -> list[str]:
-        lines = [line for line in self.text.splitlines() if not _NO_SENTENCE.search(line)]
         return [
             one
-            for line in lines
+            for line in self.text.splitlines()
             for one in re.split(r"(?<=[.!?;]) |(?<=[。\uff01\uff1f])", line)
-            if _SPEAKS(one)
+            if _SPEAKS(one) and not _NO_SENTENCE.search(one)
         ]
 
     def says(self, pattern: str) -> re.Match[str] | None:

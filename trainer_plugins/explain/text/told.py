@@ -30,7 +30,9 @@ _SAID: tuple[tuple[Source, str, str], ...] = (
         r"|(?i:\bkilled\b[^.!?\n]{0,30}\bout.of.memory"
         r"|(?<!gpu )(?<!video )(?<!graphics )\bRAM\b(?: memory)? (?:usage|consumption)"
         r"|\b(?:eats?|exceeds?|consumes?)\b[^.!?\n]{0,24} (?:cpu |system )?RAM\b)"
-        r"|(?<!显)内存[^。\uff0c显\n]{0,12}?(?:OOM|溢出|不足|[爆暴]|飙|涨|占满|耗尽|一直|不断|持续|泄)"
+        r"|(?<!显)内存[^。\uff0c显\n]{0,12}?(?:OOM|[爆暴]|飙|涨|占满|耗尽|一直|不断|持续|泄)"
+        r"|(?:CPU|系统|主机|物理|服务器|机器的?) ?内存[^。\uff0c显\n]{0,12}?(?:溢出|不足|不够)"
+        r"|(?i:\bOOM\b[^.\n]{0,12}\bnot (?:a )?(?:cuda|gpu|vram))"
         r"|(?i:\b(?:gets?|got|(?:process|run|job) (?:is|was)) killed\b)"
         r"|(?i:(?:session|notebook|kernel|colab)\w*\b[^.!?\n]{0,16}\bcrash|crash\w*[^.!?\n]{0,24}"
         r"\b(?:session|memory (?:problem|issue)))",
@@ -45,7 +47,7 @@ _SAID: tuple[tuple[Source, str, str], ...] = (
         r"|memory (?:use |usage )?(?:grows|rises|increases|climbs|keeps|explodes)"
         r"|\d ?Gi?B\b[^.!?]{0,24}\b(?:stays?|never (?:freed|released)|more each))"
         r"|Invalid buffer size|NvMapMemAlloc\w*.{0,20}error 12"
-        r"|显存[还也会又]{0,2}(?:不足|不够|爆|溢出)|爆显存"
+        r"|[显内]存[还也会又]{0,2}(?:不足|不够|爆|溢出)|爆显存"
         r"|显存[^。\n]{0,8}(?:递增|增加|增长|上升|涨)|(?:时|会)溢出",
     ),
 )
@@ -71,7 +73,13 @@ ASKS_NEED = re.compile(
     r"|\b(?:is|are|would|will)\b[^.?\n]{0,60}\benough\b[^.?\n]{0,60}\?"
 )
 _AN_ERROR = re.compile(r"[\w.]+(?:Error|Exception): |KeyboardInterrupt|SystemExit")
+# In a title.
+_OTHER_ERRORS = re.compile(
+    r"(?i)expected all tensors|mismatch|no attribute|unexpected keyword"
+    r"|not (?:supported|implemented)|(?:key|type|value|import|attribute|assertion|index)error"
+)
 FRAME = re.compile(r'\s*File "')
+_ROWS_ARE_SET = re.compile(r"per_device_train_batch_size")
 _MOST_LINES = 60  # a longer text without an error is a log of something else, unless a person wrote
 _WRITTEN = re.compile(r"#{1,4} \w|```|.*[?\uff1f]\s*$")
 
@@ -105,12 +113,26 @@ def find_question(excerpt: Excerpt, asks: re.Pattern[str] = _ASKS) -> Excerpt | 
     return Excerpt(oom, lines, asked)
 
 
+def find_settings(excerpt: Excerpt) -> Excerpt | None:
+    """Take a training's settings that come without an error: whether it fits is the question."""
+    lines = excerpt.lines
+    at = next((at for at, line in enumerate(lines) if _ROWS_ARE_SET.search(line.text)), None)
+    if at is None or any(_AN_ERROR.match(line.text) for line in lines):
+        return None
+    oom = OutOfMemory(source="allocator", is_certain=False, fatal="", text=lines[at].text)
+    return Excerpt(oom, lines, at)
+
+
 def _cut_at_the_end(lines: tuple[LogLine, ...]) -> Excerpt | None:
     """Take a traceback that ends before its error for one of memory: that is why it was given."""
     last = max(at for at, line in enumerate(lines) if FRAME.match(line.text))
     end = min(len(lines) - 1, last + 1)
     is_else = any(_AN_ERROR.match(line.text) for line in lines)
-    if is_else or not any(_ON_MEMORY.search(line.text) for line in lines):
+    if (
+        is_else
+        or _OTHER_ERRORS.search(lines[0].text)
+        or not any(_ON_MEMORY.search(line.text) for line in lines)
+    ):
         return None
     words = "the text ends before its error"
     oom = OutOfMemory(source="allocator", is_certain=False, fatal="", text=words)

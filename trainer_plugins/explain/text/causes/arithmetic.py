@@ -1,12 +1,14 @@
 """Causes that follow from settings: states, logits, pictures, lengths, and a cut command."""
 
 import re
+from dataclasses import replace
 
 from trainer_plugins import advice
 from trainer_plugins.advice.version_faults import find_fault
 from trainer_plugins.explain.answer import Cause, Certainty
 from trainer_plugins.explain.models import find_model
 from trainer_plugins.explain.shared import cause, quote, say
+from trainer_plugins.explain.text.causes.off_card import MERGES
 from trainer_plugins.explain.text.followed import is_followed
 from trainer_plugins.explain.text.settings import Settings
 from trainer_plugins.explain.text.solved import solve_logits
@@ -99,6 +101,15 @@ def states(facts: TextFacts) -> Cause | None:
         doubt="The numbers are the text's, and the ranks, the card and the method are read from its"
         " words: `trainer-plugins plan` with them counts what comes on top",
     )
+
+
+def judge_size(facts: TextFacts) -> Cause | None:
+    """What a text without an error trains is larger than its card."""
+    found, is_merge = read_states(facts), facts.says(rf"{MERGES}|(?i:\bexport(?! \w+=)|合并)")
+    if found is None or not found.are_too_large or is_merge:
+        return None
+    judged = states(facts)
+    return replace(judged, grade="possible") if judged else None
 
 
 def embeddings(facts: TextFacts) -> Cause | None:

@@ -14,6 +14,7 @@ from trainer_plugins.snapshot.owners import IMPOSSIBLE_BYTES, is_refused_though_
 from trainer_plugins.units import GIB, MIB
 
 _OTHER_FRACTION = 0.25
+_MUCH_CACHE_BYTES = 4 * GIB
 _LITTLE_FRACTION = 0.5  # live at the peak, as a fraction of reserved memory
 # `max_allocated: 8.34e+03`, `| GPU reserved memory | 5542 MiB`, DeepSpeed's `MA 8.3 GB  CA 55 GB`.
 _NOTED = re.compile(
@@ -177,7 +178,7 @@ def mostly_cache(facts: TextFacts) -> Cause | None:
                 is_reserved = name[0].lower() in "rc"
                 found[is_reserved] = max(found.get(is_reserved, 0.0), num_bytes)
     live, reserved = found.get(False, 0.0), found.get(True, 0.0)
-    if not 0 < live <= _LITTLE_FRACTION * reserved:
+    if not 0 < live <= _LITTLE_FRACTION * reserved or reserved < _MUCH_CACHE_BYTES:
         return None
     return cause(
         "fragmentation",

@@ -123,7 +123,7 @@ def engine_share(facts: TextFacts) -> Cause | None:
     if facts.oom.source == "engine":
         summary = next(summary for each, summary in _REFUSALS if re.search(each, words))
         return cause("engine-share", f"The engine says: {quote(words)}", summary=summary)
-    inside = facts.find_call(r"[/\\](?:vllm|sglang)(?=[/\\ ])|\b(?:vllm|sglang)\.")
+    inside = facts.find_call(r"[/\\](?:vllm|sglang)(?=[/\\ ])(?![/\\]lib[/\\])|\b(?:vllm|sglang)\.")
     is_apart = not facts.frames and facts.says(_OF_ITS_OWN)
     named = facts.writer + re.sub(rf"{SHARE}|{_OFF}", "", words)
     engine = inside or (not is_apart and re.search(ENGINE, named))

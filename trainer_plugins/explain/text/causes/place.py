@@ -178,7 +178,7 @@ PLACES: tuple[Rule, ...] = (
         unless=r"training_step|_inner_training_loop|_to_vllm|sync_weights",
         words=_moment(
             r"merg(?:e|es|ed|ing)\b[^.!?]{0,30}?(?:adapter|lora|model|weights|base)"
-            r"|(?:adapter|lora)\W{1,3}merg\w+|gguf",
+            r"|(?:adapter|lora)\W{1,3}merg\w+|merg(?:e|ing) step|gguf",
             "合并|导出|export|merge",
         )
         + r"|\b(?:merge_and_unload|save_pretrained_(?:merged|gguf)|push_to_hub_(?:merged|gguf))",
@@ -270,7 +270,8 @@ PLACES: tuple[Rule, ...] = (
         innermost=None,
         unless=r"training_step|\bforward\b|backward",
         words=_moment(
-            r"instantiat\w+|load(?:s|ed|ing)?\b[^.!?]{0,24}?(?:model|weights|shards|base)|from_pretrained",
+            r"instantiat\w+|(?<!after )load(?:s|ed|ing)?\b[^.!?]{0,24}?"
+            r"(?:model|weights|shards|base)|from_pretrained",
             "加载模型|加载权重|模型加载",
         ),
         unknown="whether the card was already in use: compare parameters x bytes with the memory"
@@ -324,7 +325,7 @@ PLACES: tuple[Rule, ...] = (
     ),
     ByFrame(
         code="optimizer-state",
-        pattern=r"_prepare_deepspeed|ds_initialize|deepspeed\.initialize",
+        pattern=r"_prepare_deepspeed|ds_initialize|deepspeed\.initialize|accelerator\.prepare\(",
         innermost=2,
         summary="weights, gradients and optimizer states do not fit, before the first batch",
         unknown="how much of them each rank holds: `trainer-plugins plan` counts it",
@@ -368,7 +369,10 @@ PLACES: tuple[Rule, ...] = (
     ),
     ByFrame(
         code="generate-cache",
-        words=_moment(r"generat(?:e|es|ed|ing|ion)\b|rollouts?\b|decoding\b", "生成|rollout"),
+        words=_moment(
+            r"generat(?:e|es|ed|ing|ion)\b|rollouts?\b|decoding\b(?! (?:video|image|audio))",
+            "生成|rollout",
+        ),
         pattern=r"\bgenerate(?= |$|\()|_greedy_search|beam_search|\b_sample\b|generation[/\\]utils",
         innermost=None,
         unless=r"backward",

@@ -83,7 +83,8 @@ _NO_PLACE = _none_of(lambda facts: facts.frames)
 SAVES_STATES = _all_of(_says(r"(?i)\bsav(?:es?|ing)\b[^.\n]{0,40}optimi[sz]er"), _NO_PLACE)
 _DEEPSPEED = _any_of(
     _is_called(r"deepspeed|zero3|\bstage(?:3|_1_and_2)\.py"),
-    _all_of(_NO_PLACE, _says(r"(?i)\bdeepspeed\b|\bzero[-_ ]?(?:stage[-_ ]?)?[123]")),
+    _says(r"(?i)deepspeed_?zero|(?<!o)zero[-_ ]?(?:stage[-_ ]?)?[123]\b"),
+    _all_of(_NO_PLACE, _says(r"(?i)\bdeepspeed\b")),
 )
 _MERGE = _is_called(r"\bmerge")
 _DORA = _is_called(r"\bdora\.py|get_weight_norm")
@@ -97,6 +98,9 @@ _STACKS_EXPERTS = _all_of(
 _EXPERTS_IN_16_BITS = _all_of(
     _STACKS_EXPERTS,
     _says(r"load_in_[48]bit|BitsAndBytes|bnb_|(?i:qlora)"),
+)
+_IN_16_BITS = _says(
+    r"(?i)\w-bf16\b|dtype[\"']?\W{1,4}(?:torch\.)?b?float16|load_in_[48]bit[\"']?\W{1,4}True"
 )
 _REFUSED = _says("dispatched on the CPU or the disk")  # only with a quantised model
 _MAP = _says(r"device_map[\"']?\s*[=:]\s*[\"']?(?:auto|balanced|sequential)")
@@ -233,7 +237,9 @@ APPLIES_TO_CAUSE: Mapping[tuple[str, Advice], Test] = {
     ("host-limit", advice.MORE_MAIN_MEMORY): _none_of(_SLURM),
     ("leftover", advice.SMALLER_MICRO_BATCH): lambda facts: facts.is_notebook,
     # transformers 5, the only one that converts, loads in the checkpoint's dtype
-    ("load-too-large", advice.HALF_PRECISION_WEIGHTS): _none_of(_KBIT, _MXFP4, _CONVERTS, _REFUSED),
+    ("load-too-large", advice.HALF_PRECISION_WEIGHTS): _none_of(
+        _KBIT, _MXFP4, _CONVERTS, _REFUSED, _IN_16_BITS
+    ),
     **{("zero3-gather", each): _none_of(_GATHERS_ALL) for each in LESS_OF_THE_BATCH},
     ("not-an-oom", advice.STREAM_THE_DATA): lambda _: True,
     ("quadratic-attention", advice.FLASH_ATTENTION): _SDPA,
