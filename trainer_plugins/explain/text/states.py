@@ -44,7 +44,10 @@ _METHODS = {"full": 16, "lora": 2, "qlora": FOUR_BIT_BYTES}
 _SPOKEN = {"full": "full training", "lora": "LoRA", "qlora": "QLoRA"}
 ROOM = 0.85  # of a card: activations and the context take the rest
 _NUMERALS = dict(zip("单双两三四五六七八", (1, 2, 2, 3, 4, 5, 6, 7, 8), strict=True))
-_GPU = r"(?:NVIDIA )?(?:[ABHLV]\d{1,3}\w?\b|RTX|GPUs?\b|cards?\b|\d{2,3} ?GB?\b|MI\d|[3-5]090)"
+_GPU = (
+    r"(?:NVIDIA )?(?:[ABHLV]\d{1,3}[A-Za-z]?(?![A-Za-z\d])|RTX|GPUs?\b|cards?\b"
+    r"|\d{2,3} ?GB?\b|MI\d|[3-5]090)"
+)
 _NUM_CARDS = re.compile(
     rf"(?<![\d.])(\d{{1,4}}) ?[*x\u00d7] ?{_GPU}|{_GPU}\)? ?[*x\u00d7] ?(\d{{1,3}})\b"
     r"|\bnproc[-_]per[-_]node[ =]{1,3}(\d{1,3})|\bNPROC_PER_NODE=(\d{1,3})"
@@ -63,6 +66,7 @@ _CARDS: Mapping[str, int] = {
     "A10G": 24, "A10": 24, "L4": 24, "4090": 24, "3090": 24, "5090": 32, "B200": 180,
     "MI300X": 192, "T4": 16,
 }  # fmt: skip
+_SOLD_IN_SIZES: Mapping[str, int] = {"A100": 80, "V100": 32, "H20": 141}  # the largest
 _SIZES = {11, 12, 40, 64, 96, *_CARDS.values()}
 _SIZE = re.compile(
     r"(?:(?i:[AHV])\d00\w{0,4}|GPU|card|VRAM|显存)\W{0,3}(?:\w{1,6}\W{1,2})?(\d{2,3})(?:\.\d+)?"
@@ -86,6 +90,7 @@ class States(NamedTuple):
     stage: int
     weight_bytes: float  # of one parameter, where only an adapter is trained
     card_bytes: int | None
+    most_bytes: int | None  # of a card of that name, the largest that is sold
     is_offloaded: bool
     is_deepspeed: bool  # it keeps a float32 copy of all that is trained
     is_assumed: bool  # whether the text shows neither full training nor an adapter
@@ -106,9 +111,8 @@ class States(NamedTuple):
     def are_too_large(self) -> bool:
         """Return whether they fill the card, even if all of them are in 16 bits."""
         least = self.count_bytes() / (2 if self.is_full and not self.stage else 1)
-        return (
-            self.card_bytes is not None and least > 0.93 * self.card_bytes and not self.is_offloaded
-        )
+        card_bytes = self.card_bytes or self.most_bytes
+        return card_bytes is not None and least > 0.93 * card_bytes and not self.is_offloaded
 
     @property
     def crowd(self) -> bool:
@@ -134,6 +138,9 @@ class States(NamedTuple):
         what, each = "the frozen weights", f"{self.weight_bytes:g} bytes"
         if self.is_full:
             what, each = "weights, gradients and Adam's states", "16 bytes"
+        room = ", of {capacity_bytes}" if self.card_bytes else ""
+        if self.most_bytes and not self.card_bytes:
+            room = ", of {capacity_bytes} at most"
         if_so = "If all weights are trained: " if self.is_assumed else ""
         if self.is_full and self.stage in (1, 2):
             share = f", of which ZeRO-{self.stage} divides a part among {self.num_ranks} ranks"
@@ -141,9 +148,9 @@ class States(NamedTuple):
             share = f" / {self.num_ranks} ranks" if self.stage == 3 and self.num_ranks > 1 else ""
         return say(
             f"{if_so}{self.billions:g} billion parameters x {each}{share} = {{state_bytes}} a card"
-            f" for {what}{', of {capacity_bytes}' if self.card_bytes else ''}.",
+            f" for {what}{room}.",
             state_bytes=self.count_bytes(),
-            capacity_bytes=self.card_bytes,
+            capacity_bytes=self.card_bytes or self.most_bytes,
         )
 
 
@@ -175,6 +182,7 @@ def read_states(facts: TextFacts) -> States | None:
         stage=stage,
         weight_bytes=FOUR_BIT_BYTES if IN_4_BITS.search(text) else 2,
         card_bytes=facts.total_bytes or _read_card(text),
+        most_bytes=_find_card(text, _SOLD_IN_SIZES),
         is_offloaded=bool(_OFFLOADED.search(text)),
         is_deepspeed="deepspeed" in text.casefold(),
         is_assumed=is_assumed,
@@ -246,7 +254,9 @@ def _read_card(text: str) -> int | None:
     for found in _SIZE.finditer(text):
         if not _IN_USE.search(text[: found.start()]):
             return int(next(filter(None, found.groups()))) * _GB
-    named = {
-        size for name, size in _CARDS.items() if re.search(rf"(?ia:(?<!\w){name}(?!\w))", text)
-    }
+    return _find_card(text, _CARDS)
+
+
+def _find_card(text: str, cards: Mapping[str, int]) -> int | None:
+    named = {size for name, size in cards.items() if re.search(rf"(?ia:(?<!\w){name}(?!\w))", text)}
     return named.pop() * _GB if len(named) == 1 else None

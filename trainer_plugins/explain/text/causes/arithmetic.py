@@ -30,7 +30,6 @@ _SEES = re.compile(r"(?i)VL-|pixel|(?<!docker )images?(?![a-z])|图片|图像|�
 _ONLY_TEXT = re.compile(r"(?is)(?!.*(?:pixel|images?(?![a-z])|图)).*\bgrpo\b")
 # Not of a flag or a path, nor "video memory".
 SEES_VIDEOS = r"(?i)(?<![\w-])videos?(?![\w-]| ?(?:memory|v?ram|card|processor))|视频"
-_SETS_PIXELS = re.compile(r"(?i)max_pixels|max_slice|resize|max_token_num")
 _PATCH = 28  # pixels of a token's side: patches of 14, two by two (Qwen2-VL, Qwen2.5-VL)
 _UNLIMITED_PIXELS = 12_845_056  # of the processor of Qwen2-VL and Qwen2.5-VL without a setting
 _MANY_PIXELS, _MANY_FRAMES = 2_000_000, 32
@@ -104,7 +103,7 @@ def states(facts: TextFacts) -> Cause | None:
 
 
 def judge_size(facts: TextFacts) -> Cause | None:
-    """What a text without an error trains is larger than its card."""
+    """The text shows no error, but what it trains is larger than its card."""
     found, is_merge = read_states(facts), facts.says(rf"{MERGES}|(?i:\bexport(?! \w+=)|合并)")
     if found is None or not found.are_too_large or is_merge:
         return None
@@ -166,10 +165,18 @@ def pictures(facts: TextFacts) -> Cause | None:
         return _cause_of_frames(frames, pixels)
     if pixels >= _MANY_PIXELS:
         return _cause_of_pixels("The text allows", pixels, "likely")
-    if not _SEES.search(text) or not re.search(r"(?i)qwen", text) or _SETS_PIXELS.search(text):
+    if not _SEES.search(text) or not re.search(r"(?i)qwen", text) or _ONLY_TEXT.match(text):
         return None
-    if _ONLY_TEXT.match(text):
+    if pixels or re.search(r"(?i)max_slice|resize|max_token_num", text):
         return None
+    if re.search(r"(?i)max_pixels", text):
+        return cause(
+            "image-size",
+            "The text sets max_pixels, and shows neither its value nor whether it takes effect.",
+            grade="possible",
+            doubt="image_grid_thw of one sample shows whether the limit is in force: its tokens are"
+            " t x h x w / 4. The processor that makes the batch has to get it",
+        )
     who = "The text sets no limit, and Qwen-VL's processor allows"
     return _cause_of_pixels(who, _UNLIMITED_PIXELS, "possible")
 

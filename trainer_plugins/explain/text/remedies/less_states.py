@@ -25,7 +25,7 @@ def shrink_states(
         yield from (remedy(one, spell_for(one, facts)) for one in without)
         return
     now = states.count_bytes()
-    fits = ROOM * (states.card_bytes or 0)
+    fits = ROOM * (states.card_bytes or states.most_bytes or 0)
     for one, num_bytes in _count_with(states):
         if num_bytes >= min(now, fits) or (one in _CONDITIONAL and not applies(one)):
             continue
@@ -52,7 +52,7 @@ def list_too_weak(states: States | None) -> set[Advice]:
     """List what does not make too large states fit, by the same arithmetic."""
     if states is None or not states.are_too_large or not states.is_full:
         return set()
-    fits = ROOM * (states.card_bytes or 0)
+    fits = ROOM * (states.card_bytes or states.most_bytes or 0)
     weak = {one for one, num_bytes in _count_with(states) if num_bytes >= fits}
     return weak | {advice.FUSED_ADAMW}
 
