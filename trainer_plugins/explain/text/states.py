@@ -17,14 +17,14 @@ from trainer_plugins.explain.text.told import ASKS_NEED
 
 _GB = 10**9
 _ASCII = str.maketrans("\uff08\uff09\uff0a", "()*")
-# Of a name as "Qwen2.5-VL-7B", "32bVL"; "4bit", "80GB" and "1B tokens" are something else.
-_BILLIONS = re.compile(r"(?<![\d.A])(\d{1,3}(?:\.\d{1,2})?) ?[bB](?![a-z\d])(?! tokens)")
+# Of a name as "Qwen2.5-VL-7B", "32bVL"; "4bit", "80GB", "1B tokens" and "910B" are something else.
+_BILLIONS = re.compile(r"(?<![\d.A])(?!910)(\d{1,3}(?:\.\d{1,2})?) ?[bB](?![a-z\d])(?! tokens)")
 # PEFT's print_trainable_parameters.
 _COUNTED = re.compile(r"\ball params: ([\d,]{9,15})")
 _FULL = re.compile(
     r"(?i)(?:finetuning|train|tuner)_type[\"']?[ =:]{1,3}[\"']?full|train_full|full_fine_?tun"
-    r"|\bfull[- ]?(?:param\w*[- ]?)?(?:fine[- ]?tun|sft|ft\b|training)|\b\d{1,3}B (?:in )?full\b"
-    r"|全参|全量|\btune_mm_llm[ =]True"
+    r"|(?<![a-z])full[- ]?(?:param\w*[- ]?)?(?:fine[- ]?tun|sft|ft\b|training)"
+    r"|\b\d{1,3}B (?:in )?full\b|全参|全量|\btune_mm_llm[ =]True"
 )
 _TRAINS = r"(?i)\btrain|fine-?tun|微调|训练|\b(?:sft|dpo|grpo|ppo|rlhf)\b"
 # A person has seen it fit, an optimizer has other states, or the weights only run.
@@ -66,6 +66,7 @@ _CARDS: Mapping[str, int] = {
     "A10G": 24, "A10": 24, "L4": 24, "4090": 24, "3090": 24, "5090": 32, "B200": 180,
     "MI300X": 192, "T4": 16,
 }  # fmt: skip
+_USUAL_BYTES = 80 * _GB  # of a large card, where none is named
 _SOLD_IN_SIZES: Mapping[str, int] = {"A100": 80, "V100": 32, "H20": 141}  # the largest
 _SIZES = {11, 12, 40, 64, 96, *_CARDS.values()}
 _SIZE = re.compile(
@@ -108,11 +109,15 @@ class States(NamedTuple):
         return int(self.billions * _GB * (whole + divided / self.num_ranks))
 
     @property
+    def room_bytes(self) -> int:
+        """Return the memory of a card, of a large one if the text does not show which it is."""
+        return self.card_bytes or self.most_bytes or _USUAL_BYTES
+
+    @property
     def are_too_large(self) -> bool:
         """Return whether they fill the card, even if all of them are in 16 bits."""
         least = self.count_bytes() / (2 if self.is_full and not self.stage else 1)
-        card_bytes = self.card_bytes or self.most_bytes
-        return card_bytes is not None and least > 0.93 * card_bytes and not self.is_offloaded
+        return least > 0.93 * self.room_bytes and not self.is_offloaded
 
     @property
     def crowd(self) -> bool:

@@ -17,6 +17,11 @@ _SAID: tuple[tuple[Source, str, str], ...] = (
         r"|No available memory for the cache blocks",
     ),
     ("host", "", r"(?i:\berror 1455)"),
+    (
+        "pinned",
+        "",
+        r"(?i:pinned (?:system )?memory\b[^.!?\n]{0,24}\b(?:overfill|full|exhaust|limit))",
+    ),
     ("shared", "", r"(?i:\bbus error\b|\binsufficient shared mem|/dev/shm)|共享内存(?:不足|不够)"),
     (
         "host",
@@ -27,6 +32,7 @@ _SAID: tuple[tuple[Source, str, str], ...] = (
         rf"|\boom[- ]killed\b|\b(?:oom|killed)\b[^.!?\n]{{0,40}}\b{_HOST}"
         rf"|grow[^.!?\n]{{0,12}} of {_HOST})"
         r"|\bRAM\b\W{1,3}not\b|不是显存|被 ?kill|被杀"
+        r"|\bSIGKILL|(?:出现|报错?|就) ?Killed|\b(?i:cpu) oom\b|\bCPU OOM\b"
         r"|(?i:\bkilled\b[^.!?\n]{0,30}\bout.of.memory"
         r"|(?<!gpu )(?<!video )(?<!graphics )\bRAM\b(?: memory)? (?:usage|consumption)"
         r"|\b(?:eats?|exceeds?|consumes?)\b[^.!?\n]{0,24} (?:cpu |system )?RAM\b)"
@@ -43,7 +49,8 @@ _SAID: tuple[tuple[Source, str, str], ...] = (
         r"(?i:out ?[ -] ?of ?[ -] ?(?:\w+[ -])?(?:memory|VRAM)|OutOfMemory|CUDA out of$"
         r"|(?<![a-z0-9_-])OOM(?:ing|s)?(?![a-z0-9_-])"
         r"|not enough (?:gpu )?memory|failed to allocate memory|capture cuda graph failed(?!:)"
-        r"|enough GPU RAM|memory (?:leak|overflow)"
+        r"|enough GPU RAM|memory (?:leak|overflow|exhaust)|insufficient (?:\w+ )?memory"
+        r"|(?:can ?not|can't|unable to|how to) (?:free|release|clear) [^.!?\n]{0,12}\bmemory"
         r"|memory (?:use |usage )?(?:grows|rises|increases|climbs|keeps|explodes)"
         r"|\d ?Gi?B\b[^.!?]{0,24}\b(?:stays?|never (?:freed|released)|more each))"
         r"|Invalid buffer size|NvMapMemAlloc\w*.{0,20}error 12"

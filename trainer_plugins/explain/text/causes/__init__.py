@@ -52,7 +52,7 @@ RULES: tuple[Rule, ...] = (
     place.long_sample,
     numbers.capacity,
 )
-_OF_STEPS = (arithmetic.logits, arithmetic.pictures)
+_OF_STEPS = (arithmetic.states, arithmetic.logits, arithmetic.pictures)
 _OUTSIDE_STEPS = {"adapter-merge", "host-kill", "load-too-large", "resume-load", "save-gather"}
 _MOST_CAUSES = 3
 

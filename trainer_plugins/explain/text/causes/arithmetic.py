@@ -29,7 +29,7 @@ FRAMES = re.compile(
 _SEES = re.compile(r"(?i)VL-|pixel|(?<!docker )images?(?![a-z])|图片|图像|图文")
 _ONLY_TEXT = re.compile(r"(?is)(?!.*(?:pixel|images?(?![a-z])|图)).*\bgrpo\b")
 # Not of a flag or a path, nor "video memory".
-SEES_VIDEOS = r"(?i)(?<![\w-])videos?(?![\w-]| ?(?:memory|v?ram|card|processor))|视频"
+SEES_VIDEOS = r"(?i)(?<![\w/-])videos?(?![\w-]| ?(?:memory|v?ram|card|processor))|视频"
 _PATCH = 28  # pixels of a token's side: patches of 14, two by two (Qwen2-VL, Qwen2.5-VL)
 _UNLIMITED_PIXELS = 12_845_056  # of the processor of Qwen2-VL and Qwen2.5-VL without a setting
 _MANY_PIXELS, _MANY_FRAMES = 2_000_000, 32
@@ -48,7 +48,8 @@ FITS_WITHOUT = re.compile(
     r"\b(?:off|disabl\w+|commented out|removed?|unset|without)\b"
     rf"|\bOOM\b[^.!?\n]{{0,40}}\bif I use \w+ it (?:runs|works)(?: fine)?"
     r"|\b(?:when|if|once|after)\b[^.!?\n]{0,30}\b(?:disabl\w+|comment\w* out|remov\w+|unset)\b"
-    rf"[^.!?\n]{{0,40}}\b(?:fine|works?|fits?|no OOM)\b){_REST}"
+    r"[^.!?\n]{0,40}\b(?:fine|works?|fits?|no OOM)\b"
+    rf"|不[加用设]\W?\w+_\w+[^。\n]{{0,60}}(?:正常|可以){_REST}){_REST}"
 )
 EMBEDDINGS = re.compile(r"[\"'](embed_tokens|lm_head)[\"']")
 _VERSION = r"v?\d+\.\d+(?:\.\d+)?"
@@ -93,7 +94,7 @@ def states(facts: TextFacts) -> Cause | None:
     return cause(
         "optimizer-state" if found.is_full else "load-too-large",
         found.describe(),
-        grade="possible" if found.is_assumed else None,
+        grade="possible" if found.is_assumed or not found.card_bytes else None,
         summary="weights, gradients and optimizer states alone fill the card, at any batch size"
         if found.is_full
         else "",

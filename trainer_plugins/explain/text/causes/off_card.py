@@ -40,7 +40,7 @@ LOAD_BAR = r"Loading (?:weights|checkpoint shards): {1,3}(?!100)\d{1,2}%"
 # DeepSpeed prints it before it writes; under ZeRO-3 the first rank has gathered all weights then.
 SAVE_LINE = r"(?m)^(?:\[Torch\] )?Saving [^\n]*\n(?:(?!.*Saved )[^\n]*\n){0,4}?Killing sub" + (
     r"|(?i:\b(?:while|when|during|at|each|every)\b[^.!?\n]{0,24}\b(?:sav|wr[io]t)\w*\b"
-    r"[^.!?\n]{0,16}(?:checkpoint|model))|保存(?:模型|权重|检查点|checkpoint)"
+    r"[^.!?\n]{0,16}(?:checkpoint|model)|\bon save\b)|保存(?:模型|权重|检查点|checkpoint)"
 )
 # A merge turns a base of 4 bits into 16, beside the adapter and the copy that is written.
 MERGES = (
@@ -175,11 +175,11 @@ def host_alloc(facts: TextFacts) -> Cause | None:
 
 def judge_pinned(facts: TextFacts) -> Cause | None:
     """Page-locked main memory ran out, which the driver reports in its own words."""
-    is_certain = facts.oom.source == "pinned"
+    is_pinned = facts.oom.source == "pinned"
     is_driver = facts.oom.source == "driver" and facts.total_bytes is None
     frame = facts.find_call(_PINS, innermost=6) if is_driver else None
     is_wsl = is_driver and facts.is_wsl
-    if not is_certain and not frame and not is_wsl:
+    if not is_pinned and not frame and not is_wsl:
         return None
     return cause(
         "pinned",
@@ -188,7 +188,7 @@ def judge_pinned(facts: TextFacts) -> Cause | None:
         "The driver's message has none of torch's numbers, as for pinned memory.",
         doubt="The driver's message does not say which memory was full: if `nvidia-smi` shows room"
         " on the card while it fails, it is main memory; WSL pins at most half of it",
-        is_sure=is_certain,
+        is_sure=is_pinned and facts.oom.is_certain,
     )
 
 

@@ -60,6 +60,7 @@ LEAST_QUADRATIC_BYTES = 4 * GIB
 _BETWEEN_RUNS = (
     r"\b(?:after|when|once)\b[^!?]{0,40}\b(?:stop|cancel|finish|end|interrupt)\w*\b[^!?]{0,90}?"
     r"\bmemory\b[^.!?]{0,20}\b(?:not|n't|never|stays?|remains?|kept|still)\b"
+    r"|\b(?:can ?not|can't|unable to|how to) (?:free|release|clear)[^.!?]{0,20}\bmemory after\b"
     r"|\b(?:memory|VRAM)\b[^.!?]{0,20}(?:not|n't|never) [^.!?]{0,12}(?:clear|free|releas)\w*"
     r"[^.!?]{0,30}\bafter\b[^.!?]{0,24}\b(?:train|run|stop|finish|end)"
     r"|\b(?:next|second|following) (?:run|training(?! step)|trial)\b[^.!?]{0,30}"
@@ -127,7 +128,7 @@ def _moment(words: str, chinese: str = "") -> str:
         rf"{when}(?:[^.!?]|\.\b){{0,40}}?\b(?:{words})|^\W*(?:{words})\W?[:-]"
         rf"|\b(?:{words})[^.!?]{{0,60}}?{leads}[^.!?]{{0,20}}\b(?:OOM|out.of\b)"
     )
-    follows = r"[^\u3002\uff01\uff1f]{0,40}?(?:时|过程|期间|阶段|报|后|显存)"
+    follows = r"[^\u3002\uff01\uff1f]{0,40}?(?:时|过程|期间|阶段|报|后|显存|直接|OOM)"
     # A letter of English may stand beside one of Chinese, where `\b` sees no boundary.
     words_in_it = (
         rf"(?<![a-z]){one}(?![a-z])" if one.isascii() else one for one in chinese.split("|")
@@ -242,7 +243,7 @@ PLACES: tuple[Rule, ...] = (
         words=_moment(
             r"resum(?:e|es|ed|ing)\b"
             r"|(?:load|restor)\w* (?:from )?(?:an? |the )?checkpoint\b(?! shards)",
-            "断点|恢复训练|续训|resume",
+            "断点|恢复训练|续训|检查点继续|继续训练|resume",
         ),
         unknown="whether the checkpoint or the run itself is too large: see whether it fits"
         " without resuming",

@@ -220,10 +220,10 @@ def _back_to_what_fitted(one: Advice, facts: TextFacts) -> Remedy:
     if fault := find_fault(facts.whole):
         return remedy(one, fault[0].cure, "leaves the fault out")
     said = FITS_WITHOUT.search(facts.text)
-    if said and (named := re.search(r"\b[a-z]+_\w+", said[0])):
+    if said and (named := re.search(r"(?<![a-z])[a-z]+_[a-z_\d]+", said[0])):
         return remedy(one, f"leave {named[0]} out")
     fitted = facts.says(
-        r"(?:work|ran|runs?|fine|fits?)\w* [^.\n]{0,20}?([a-z]\w+)[ =v]{1,3}(\d[\d.]*\d)"
+        r"(?:work|ran|runs?|fine|fits?)\w* [^.\n]{0,20}?([a-z]\w+)[ =v]{1,3}(\d+\.[\d.]*\d)"
     )
     return remedy(one, f"pip install '{fitted[1]}=={fitted[2]}'" if fitted else Door.SHELL)
 

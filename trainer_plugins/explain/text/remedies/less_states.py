@@ -25,12 +25,14 @@ def shrink_states(
         yield from (remedy(one, spell_for(one, facts)) for one in without)
         return
     now = states.count_bytes()
-    fits = ROOM * (states.card_bytes or states.most_bytes or 0)
+    fits, found = ROOM * states.room_bytes, False
     for one, num_bytes in _count_with(states):
         if num_bytes >= min(now, fits) or (one in _CONDITIONAL and not applies(one)):
             continue
-        effect = f"{size(num_bytes)} instead of {size(now)} a card: {one.effect}"
+        effect, found = f"{size(num_bytes)} instead of {size(now)} a card: {one.effect}", True
         yield remedy(one, spell_for(one, facts), effect, by_arithmetic=True)
+    if not found and states.stage < 3:
+        yield remedy(advice.SHARD_THE_RUN, spell_for(advice.SHARD_THE_RUN, facts))
 
 
 def keep_on_cards(states: States | None, facts: TextFacts) -> Iterator[Remedy]:
@@ -40,21 +42,17 @@ def keep_on_cards(states: States | None, facts: TextFacts) -> Iterator[Remedy]:
     shard = states.count_bytes(stage=3)
     if shard < ROOM * (states.card_bytes or 0):
         effect = f"{size(shard)} a card: shards the states over the cards' memory, without offload"
-        yield remedy(
-            advice.SHARD_THE_RUN,
-            spell_for(advice.SHARD_THE_RUN, facts),
-            effect,
-            by_arithmetic=True,
-        )
+        spelled = spell_for(advice.SHARD_THE_RUN, facts)
+        yield remedy(advice.SHARD_THE_RUN, spelled, effect, by_arithmetic=True)
 
 
 def list_too_weak(states: States | None) -> set[Advice]:
     """List what does not make too large states fit, by the same arithmetic."""
-    if states is None or not states.are_too_large or not states.is_full:
+    if states is None or not states.are_too_large:
         return set()
-    fits = ROOM * (states.card_bytes or states.most_bytes or 0)
+    fits = ROOM * states.room_bytes
     weak = {one for one, num_bytes in _count_with(states) if num_bytes >= fits}
-    return weak | {advice.FUSED_ADAMW}
+    return weak | {advice.FUSED_ADAMW if states.is_full else advice.HALF_PRECISION_WEIGHTS}
 
 
 def _count_with(states: States) -> Iterator[tuple[Advice, int]]:
