@@ -71,6 +71,19 @@ SWIFT = "OOM at the first step\nswift sft --model Qwen/Qwen2.5-VL-7B-Instruct \\
         ("The OS OOM killer ends it, out of system memory.\nfull sft of a 30B model on 8 x H200, zero2_offload", "host-kill", "30 billion parameters x 18 bytes", "configs show fsdp2"),
         ("OOM in GRPO\n--per_device_train_batch_size 1 --gradient_checkpointing true --num_generations 8", "capacity", "Each answer of a prompt", "--num_generations 4"),
         ('OOM\n  File "/v/accelerate/accelerator.py", line 2033, in _prepare_deepspeed\n    engine = ds_initialize(**kwargs)\n', "optimizer-state", "_prepare_deepspeed", "zero3_offload_optimizer"),
+        # What names an engine or a video, and is none.
+        ('OOM with DPO\n  File "/c/envs/vllm/lib/python3.12/site-packages/transformers/trainer.py", line 2241, in train\n    return inner_training_loop()\n', "capacity", "trainer.py:2241", "halve --per_device"),
+        ("OOM\n--model Qwen/Qwen2-VL-2B --video-backend decord --max_pixels 200000 --image_folder /data/videos", "capacity", "OOM", ""),
+        # DeepSpeed's first lines show next to nothing, reserved or not.
+        ("[utils.py:789] MA 0.06 GB         CA 0.13 GB\nz3 offload 任然OOM", "capacity", "OOM", ""),
+        ("训练到一半内存不足", "capacity", "内存不足", ""),
+        ("系统内存不足\uff0c训练停了", "host-kill", "系统内存不足", "--dataloader_num_workers 0"),
+        ("同配置和环境下从检查点继续训练OOM", "resume-load", "检查点", "map_location"),
+        ("SIGKILL on save steps, with zero3 and offload", "host-kill", "SIGKILL", "stage3_gather"),
+        ("I ran into an OOM issue in the merge step of a LoRA on llama-3 70b", "adapter-merge", "merge step", ""),
+        ("I think this is due to pinned memory being overfilled, in WSL", "pinned", "overfilled", ""),
+        # No card that is sold as this one has room for it.
+        ("16*A100 fine-tuning of InternVL2-40B with deepspeed: OOM", "optimizer-state", "of 74.51 GiB at most", "configs show fsdp2"),
         # One row in other frameworks' words is not halved, and a length is halved in theirs.
         ("OOM in backward at some step\nlocal_batch_size: 1\nmax_length: 8192", "long-sample", "at some step", "--preset observe"),
         ("OOM\nactor_rollout_ref.actor.ppo_micro_batch_size=64", "capacity", "OOM", "actor_rollout_ref.actor.ppo_micro_batch_size=32"),
