@@ -73,6 +73,19 @@ def top(folder: Path, *options: str) -> str:
     return done.stdout
 
 
+def looked(follower: Follower) -> list[RankLine]:
+    run = follower.look()
+    assert run is not None
+    return rank_lines(run)
+
+
+def num_trained(follower: Follower) -> int:
+    run = follower.look()
+    assert run is not None
+    samples = [each for each in run.timelines[0] if isinstance(each, Sample)]
+    return sum(each.num_readings for each in samples if each.moment == "train")
+
+
 def drawn(lines: list[RankLine], *, width: int, encoding: str = "utf-8") -> list[str]:
     class Screen(StringIO):
         pass
@@ -85,11 +98,11 @@ def drawn(lines: list[RankLine], *, width: int, encoding: str = "utf-8") -> list
 
 def test_a_run_is_followed_from_before_its_first_line(tmp_path: Path) -> None:
     follower = Follower(tmp_path / "run")
-    assert follower.look() == {}
+    assert follower.look() is None
 
     zero = begun(tmp_path / "run", 0)
     zero.add(sample(1))
-    assert {rank: its.last.step for rank, its in follower.look().items()} == {0: 1}
+    assert [(line.rank, line.step) for line in looked(follower)] == [(0, 1)]
 
     one = begun(tmp_path / "run", 1)  # comes late
     for step in (2, 3):
@@ -97,7 +110,7 @@ def test_a_run_is_followed_from_before_its_first_line(tmp_path: Path) -> None:
     one.add(sample(1, "eval"))
     zero.add(Remark(step=3, finding=FINDING, time_seconds=1004))
 
-    lines = rank_lines(follower.look())
+    lines = looked(follower)
     assert [(line.rank, line.step, line.state) for line in lines] == [
         (0, 3, "train"),
         (1, 1, "eval"),
@@ -115,8 +128,8 @@ def test_only_what_is_new_is_read(tmp_path: Path) -> None:
         file.write(b" " * len(to_line(sample(0, "begin"))))
 
     timeline.add(sample(6))
-    assert follower.look()[0].num_trained == 6
-    assert Follower(tmp_path).look()[0].num_trained == 6
+    assert num_trained(follower) == 6
+    assert num_trained(Follower(tmp_path)) == 6
 
 
 def test_half_a_line_waits_for_its_other_half(tmp_path: Path) -> None:
@@ -126,11 +139,11 @@ def test_half_a_line_waits_for_its_other_half(tmp_path: Path) -> None:
     with file_of(tmp_path, 0).open("ab", buffering=0) as file:
         for piece, step in ((line[:40], 0), (line[40:-1], 0), (line[-1:], 7)):
             file.write(piece)
-            assert follower.look()[0].last.step == step
+            assert looked(follower)[0].step == step
         file.write(b"\xff{" * 2_000_000)  # damaged, and longer than any line of ours
-        assert follower.look()[0].last.step == 7
+        assert looked(follower)[0].step == 7
         file.write(b"\n" + to_line(sample(8)).encode() + b"\n")
-    assert follower.look()[0].last.step == 8
+    assert looked(follower)[0].step == 8
 
 
 def test_a_timeline_that_is_thinned_emptied_or_made_anew_is_read_anew(tmp_path: Path) -> None:
@@ -138,23 +151,23 @@ def test_a_timeline_that_is_thinned_emptied_or_made_anew_is_read_anew(tmp_path: 
     for step in range(1, 401):
         timeline.add(sample(step))
     follower = Follower(tmp_path)
-    assert follower.look()[0].num_trained == 400
+    assert num_trained(follower) == 400
 
     path = file_of(tmp_path, 0)
     num_bytes = path.stat().st_size
     assert thin(path) < num_bytes
     timeline.add(sample(401))
-    assert follower.look()[0].num_trained == 401
+    assert num_trained(follower) == 401
 
     path.unlink()
-    assert follower.look() == {}
+    assert follower.look() is None
     path.write_text(to_line(sample(3, "eval")) + "\n")
-    assert follower.look()[0].last.step == 3
+    assert looked(follower)[0].step == 3
 
     os.truncate(path, 0)
-    assert follower.look() == {}
+    assert follower.look() is None
     path.write_text(to_line(sample(4, "eval")) + "\n")  # as long as the line before
-    assert follower.look()[0].last.step == 4
+    assert looked(follower)[0].step == 4
 
 
 def test_of_several_runs_in_a_folder_the_last_one_is_shown(tmp_path: Path) -> None:
@@ -163,11 +176,11 @@ def test_of_several_runs_in_a_folder_the_last_one_is_shown(tmp_path: Path) -> No
         timeline.add(sample(50))
         timeline.add(Remark(step=50, finding=FINDING, time_seconds=1050))
     follower = Follower(tmp_path)
-    assert list(follower.look()) == [0, 1]
+    assert [line.rank for line in looked(follower)] == [0, 1]
 
     again = Timeline(file_of(tmp_path, 0))
     again.add(replace(sample(0, "begin"), time_seconds=2000))
-    (line,) = rank_lines(follower.look())
+    (line,) = looked(follower)
     assert (line.rank, line.step, line.remark) == (0, 0, None)
     assert json.loads(top(tmp_path, "--json"))["ranks"][0]["step"] == 0
 
@@ -179,7 +192,7 @@ def test_the_steps_left_are_those_that_the_watch_tells(tmp_path: Path) -> None:
     for step in range(1, WARM_UP_LOOKS + WINDOW + 1):
         device.non_torch_bytes += 50 * MIB
         watch.look(step, "train")
-        (line,) = rank_lines(follower.look())
+        (line,) = looked(follower)
         assert bool(line.growth) == (step == WARM_UP_LOOKS + WINDOW)
 
     assert line.growth is not None
@@ -193,7 +206,7 @@ def test_the_steps_left_are_those_that_the_watch_tells(tmp_path: Path) -> None:
     assert " leak-non-torch " in row
 
     watch.look(step, "end")
-    (line,) = rank_lines(follower.look())
+    (line,) = looked(follower)
     assert (line.state, line.growth) == ("end", None)
 
 
@@ -204,7 +217,7 @@ def test_the_trend_of_a_long_run_is_short_and_keeps_its_peak(tmp_path: Path) -> 
     for step in range(1, 2001):
         timeline.add(sample(step, reading=highest if step == 777 else READING))
         if step % 500 == 0:
-            (line,) = rank_lines(follower.look())
+            (line,) = looked(follower)
 
     assert MOST_PEAKS // 2 <= len(line.trend) <= MOST_PEAKS
     assert [777 * len(line.trend) // 2000] == [
@@ -237,7 +250,7 @@ def test_a_rank_that_failed_is_said_first_and_what_to_type(tmp_path: Path) -> No
 
 def test_the_bar_divides_the_card_and_fits_the_terminal(tmp_path: Path) -> None:
     begun(tmp_path).add(sample(12))
-    lines = rank_lines(Follower(tmp_path).look())
+    lines = looked(Follower(tmp_path))
 
     assert drawn(lines, width=140)[-1].split() == [
         "0", "cuda:0", "train", "12", "████████▒▒▒▒░░░·····",
@@ -253,7 +266,7 @@ def test_foreign_text_is_shown_and_not_obeyed(tmp_path: Path) -> None:
     timeline = begun(tmp_path)
     timeline.add(sample(1, HOSTILE, replace(READING, device=HOSTILE)))
     timeline.add(Remark(step=1, finding=replace(FINDING, code=HOSTILE)))
-    assert obeyed("".join(drawn(rank_lines(Follower(tmp_path).look()), width=140))) == []
+    assert obeyed("".join(drawn(looked(Follower(tmp_path)), width=140))) == []
     assert obeyed(top(tmp_path)) == []
     timeline.add(Failure(step=1, words=HOSTILE))
     assert obeyed(top(tmp_path)) == []

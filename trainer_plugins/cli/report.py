@@ -11,7 +11,7 @@ from trainer_plugins.planner.plan import MemoryPlan
 from trainer_plugins.plug_in.flags import PATH, Command
 from trainer_plugins.record.history import read_history
 from trainer_plugins.report.page import show
-from trainer_plugins.report.summary import add_last_readings, summary
+from trainer_plugins.report.summary import add_records, records_of, summary
 from trainer_plugins.report.text import history_report
 
 
@@ -58,7 +58,8 @@ def report(
             html.write_text(page, encoding="utf-8")
     elif plan is not None:
         raise click.BadParameter("--plan is drawn on a page: add --html")
-    history = add_last_readings(history, run_dir)
+    runs = [add_records(run, records_of(run, run_dir)) for run in history.runs]
+    history = history._replace(runs=runs)
     if as_json:
         print_json("report", summary(history, ending))
     else:

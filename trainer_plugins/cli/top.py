@@ -1,7 +1,6 @@
 """`trainer-plugins top`: show the memory of a running job, one line per rank."""
 
 import sys
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from time import sleep, time
@@ -15,8 +14,9 @@ from trainer_plugins.cli.as_json import print_json
 from trainer_plugins.cli.typed_options import bad_parameters, take_as_json, take_run_dir
 from trainer_plugins.plug_in.flags import Command
 from trainer_plugins.printable import printable
-from trainer_plugins.record.history import Follower, RankRun
+from trainer_plugins.record.history import Follower, Run
 from trainer_plugins.report.page import show
+from trainer_plugins.report.summary import add_records, records_of
 from trainer_plugins.report.top_page import TopPage, rank_lines
 
 _SHORTEST_SECONDS, _LONGEST_SECONDS = 0.1, 3600
@@ -54,7 +54,7 @@ def top(run_dir: Path, once: bool, as_json: bool, every: float) -> None:
 
 def _show_once(follower: Follower, *, as_json: bool) -> None:
     run = follower.look()
-    if not run:
+    if run is None:
         wanted = "name the output_dir of a run that has MemoryWatchdog, after it has started"
         raise click.BadParameter(f"{_nothing_yet(follower)}: {wanted}")
     page = _page(follower, run)
@@ -78,10 +78,11 @@ def _nothing_yet(follower: Follower) -> str:
     return f"{follower.run_dir} has no entries in memory/rank-*.jsonl"
 
 
-def _page(follower: Follower, run: Mapping[int, RankRun]) -> TopPage:
+def _page(follower: Follower, run: Run) -> TopPage:
+    run = add_records(run, records_of(run, follower.run_dir))
     return TopPage(
         run_dir=str(follower.run_dir),
         ranks=rank_lines(run),
-        world_size=next((rank.world_size for rank in run.values() if rank.world_size), None),
+        world_size=run.world_size or None,
         now_seconds=time(),
     )

@@ -1,7 +1,6 @@
 """History: the runs that wrote into one folder, read afterwards or while they continue."""
 
 import re
-from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from io import BufferedReader
@@ -10,8 +9,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from trainer_plugins.printable import printable
-from trainer_plugins.record.folder import GONE, NAME, open_regular, places_of_run, read_one
-from trainer_plugins.record.oom_record import OomRecord
+from trainer_plugins.record.folder import GONE, NAME, open_regular, places_of_run
 from trainer_plugins.record.timeline import (
     CUT_OFF,
     LONGEST_LINE_BYTES,
@@ -25,7 +23,6 @@ from trainer_plugins.record.timeline import (
     read_lines,
 )
 
-T = TypeVar("T")
 _APART_SECONDS = 10.0  # between ranks of a launch that each die before training
 Kind = TypeVar("Kind", Sample, Flush, Remark, Beginning, Failure)
 Timelines = Mapping[int, Sequence[Entry]]  # by rank; one or more, each with an entry
@@ -64,9 +61,14 @@ class Run(NamedTuple):
     @property
     def missing_ranks(self) -> list[int]:
         """Return the ranks of the last strategy that wrote nothing here."""
+        num = 0 if self.is_part else self.world_size
+        return sorted({*range(num)} - {*self.timelines})
+
+    @property
+    def world_size(self) -> int:
+        """Return the number of ranks of the last strategy; 0 if unknown."""
         sizes = [e.strategy.world_size for _, e in entries_of(self.timelines, Beginning)]
-        world_size = sizes[-1] if sizes and not self.is_part else 0
-        return sorted({*range(world_size)} - {*self.timelines})
+        return sizes[-1] if sizes else 0
 
     @property
     def silent_ranks(self) -> list[int]:  # they recorded neither the end of training nor an error
@@ -152,16 +154,17 @@ def read_history(run_dir: Path) -> History:
             f"{printable(run_dir)} has no memory/rank-*.jsonl: give the output_dir of a run that"
             " had MemoryWatchdog"
         )
-    runs: list[tuple[int, list[Entry]]] = []
+    found: list[tuple[int, list[Entry]]] = []
     num_passed_over: dict[int, int] = {}
     for rank, path in files:
-        lines = [*read_lines(path)]
+        runs, lines = RankRuns(), [*read_lines(path)]
         num_passed_over[rank] = num_passed_over.get(rank, 0) + lines.count(None)
-        runs += [(rank, run) for run in _runs_of([line for line in lines if line is not None])]
-    spans = [(rank, run[0].time_seconds, run[-1].time_seconds, run) for rank, run in runs]
+        for line in lines:
+            if line is not None:
+                runs.add(*line)
+        found += [(rank, run) for run in runs.all]
     cut_off = {rank for rank, path in files if path.with_suffix(CUT_OFF).exists()}
-    joined = [Run(each) for each in join_by_time(spans)]
-    return History(joined, dict(files), num_passed_over, frozenset(cut_off))
+    return History(_join_by_time(found), dict(files), num_passed_over, frozenset(cut_off))
 
 
 def rank_files(run_dir: Path) -> dict[int, Path]:
@@ -210,60 +213,34 @@ class RunSplitter:
         return is_next_run or is_first
 
 
-def _runs_of(lines: Iterable[tuple[str, Entry]]) -> list[list[Entry]]:
-    by_process: dict[str, tuple[RunSplitter, list[list[Entry]]]] = {}
-    for process, entry in lines:
-        splitter, runs = by_process.setdefault(process, (RunSplitter(), []))
+class RankRuns:
+    """Divides the entries of one rank into runs, as they come; each process has its own."""
+
+    def __init__(self) -> None:
+        self.all: list[list[Entry]] = []
+        self._processes: dict[str, tuple[RunSplitter, list[Entry]]] = {}
+
+    def add(self, process: str, entry: Entry) -> None:
+        splitter, run = self._processes.get(process, (RunSplitter(), []))
         if splitter.begins_run(entry):
-            runs.append([])
-        runs[-1].append(entry)
-    return [run for _, runs in by_process.values() for run in runs]
+            run = []
+            self.all.append(run)
+            self._processes[process] = splitter, run
+        run.append(entry)
 
 
-def join_by_time(runs: Iterable[tuple[int, float, float, T]]) -> list[dict[int, T]]:
-    """Join parts (rank, times of first and last entry, content) that overlap in time, or nearly."""
-    joined: list[dict[int, T]] = []
+def _join_by_time(found: Iterable[tuple[int, list[Entry]]]) -> list[Run]:
+    """Join runs of single ranks that overlap in time, or nearly."""
+    joined: list[dict[int, list[Entry]]] = []
     last_seconds = 0.0
-    for rank, began, ended, run in sorted(runs, key=itemgetter(1)):
+    for rank, run in sorted(found, key=lambda pair: pair[1][0].time_seconds):
+        began, ended = run[0].time_seconds, run[-1].time_seconds
         if not joined or rank in joined[-1] or began > last_seconds + _APART_SECONDS:
             joined.append({})
             last_seconds = 0.0
         joined[-1][rank] = run
         last_seconds = max(last_seconds, ended)
-    return [dict(sorted(each.items())) for each in joined]
-
-
-NUM_RECENT = 32  # readings of training steps to keep, as many as it takes to judge a leak
-
-
-class RankRun:
-    """The progress of one rank in one run."""
-
-    def __init__(self, first: Entry) -> None:
-        self.began_seconds = first.time_seconds
-        self.last = first
-        self.sample: Sample | None = None
-        self.remark: Remark | None = None
-        self.failure: Failure | None = None
-        self.world_size: int | None = None
-        self.num_trained = 0  # readings of training steps so far
-        self.recent: deque[Sample] = deque(maxlen=NUM_RECENT)  # oldest first
-        self.pressures: list[float] = []  # of all readings, oldest first
-
-    def add(self, entry: Entry) -> None:
-        self.last = entry
-        if isinstance(entry, Sample):
-            self.sample = entry
-            self.pressures.append(entry.reading.pressure)
-            if entry.moment == "train":
-                self.num_trained += entry.num_readings
-                self.recent.append(entry)
-        elif isinstance(entry, Remark):
-            self.remark = entry
-        elif isinstance(entry, Failure):
-            self.failure = entry
-        elif isinstance(entry, Beginning):
-            self.world_size = entry.strategy.world_size
+    return [Run(dict(sorted(each.items()))) for each in joined]
 
 
 class _RankFile:
@@ -275,8 +252,7 @@ class _RankFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.runs: list[RankRun] = []
-        self._processes: dict[str, tuple[RunSplitter, RankRun]] = {}
+        self.runs = RankRuns()
         self._offset = 0
         self._last_line = b""
 
@@ -287,26 +263,14 @@ class _RankFile:
             if file.read(len(self._last_line)) != self._last_line:
                 file.seek(0)
                 self._offset, self._last_line = 0, b""
-                self.runs, self._processes = [], {}
+                self.runs = RankRuns()
             while line := file.readline(LONGEST_LINE_BYTES):
                 if not line.endswith(b"\n") and len(line) < LONGEST_LINE_BYTES:
                     break
                 self._offset += len(line)
                 self._last_line = line
                 if read := from_line(line):
-                    self._add(*read)
-
-    def _add(self, process: str, entry: Entry) -> None:
-        splitter, run = self._processes.get(process) or (RunSplitter(), None)
-        if splitter.begins_run(entry) or run is None:
-            run = RankRun(entry)
-            self.runs.append(run)
-            self._processes[process] = splitter, run
-        if isinstance(entry, Failure) and entry.record:
-            record = read_one(self.path.parent.parent / Path(entry.record).name, OomRecord)
-            if record is not None and record.last_sample is not None:
-                run.add(record.last_sample)
-        run.add(entry)
+                    self.runs.add(*read)
 
 
 class Follower:
@@ -316,8 +280,8 @@ class Follower:
         self.run_dir = run_dir
         self._files: dict[int, _RankFile] = {}
 
-    def look(self) -> dict[int, RankRun]:
-        """Read new entries; return the progress of each rank in the last run, empty before it."""
+    def look(self) -> Run | None:
+        """Read new entries, and return the last run; None before it has begun."""
         self._files = {
             rank: self._files.get(rank) or _RankFile(path)
             for rank, path in rank_files(self.run_dir).items()
@@ -325,9 +289,5 @@ class Follower:
         for file in self._files.values():
             with suppress(FileNotFoundError):  # removed after it was listed
                 file.read_on()
-        runs = join_by_time(
-            (rank, run.began_seconds, run.last.time_seconds, run)
-            for rank, file in self._files.items()
-            for run in file.runs
-        )
-        return runs[-1] if runs else {}
+        found = [(rank, run) for rank, file in self._files.items() for run in file.runs.all]
+        return _join_by_time(found)[-1] if found else None

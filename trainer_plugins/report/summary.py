@@ -208,19 +208,12 @@ def merge_findings(timelines: Timelines) -> list[RepeatedFinding]:
     return sorted(merged, key=attrgetter("first_step"))
 
 
-def add_last_readings(history: History, folder: Path) -> History:
-    """Add the readings at an out-of-memory error to each run of a folder."""
-    records = read_oom_records(folder)
-    runs = [add_records(run, records_of(run, records)) for run in history.runs]
-    return history._replace(runs=runs)
-
-
-def records_of(run: Run, records: Sequence[OomRecord]) -> list[OomRecord]:
+def records_of(run: Run, folder: Path) -> list[OomRecord]:
     """Return the records of the ranks that ran out of memory in a run, the first one first."""
     began, ended = run.seconds
     return [
         each
-        for each in records
+        for each in read_oom_records(folder)
         if began - SLACK_SECONDS <= each.time_seconds <= ended + SLACK_SECONDS
         and has_failed(run.timelines.get(each.rank, ()))
     ]

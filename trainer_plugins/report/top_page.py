@@ -1,7 +1,7 @@
 """Render the state of each rank of a run, one line per rank, for a live terminal."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from shlex import quote
 
@@ -11,8 +11,8 @@ from rich.text import Text
 
 from trainer_plugins.printable import printable
 from trainer_plugins.reading import MemoryReading
-from trainer_plugins.record.history import RankRun
-from trainer_plugins.record.timeline import Failure, Remark
+from trainer_plugins.record.history import Run
+from trainer_plugins.record.timeline import Entry, Failure, Remark, Sample
 from trainer_plugins.report.pace import seconds_text
 from trainer_plugins.report.page import STYLES
 from trainer_plugins.units import GIB, MIB
@@ -43,22 +43,27 @@ class RankLine:
     failure: Failure | None
 
 
-def rank_lines(run: Mapping[int, RankRun]) -> list[RankLine]:
+def rank_lines(run: Run) -> list[RankLine]:
     """Describe the state of each rank of a run."""
-    return [
-        RankLine(
-            rank=rank,
-            step=rank_run.last.step,
-            state=_state(rank_run),
-            time_seconds=rank_run.last.time_seconds,
-            reading=rank_run.sample.reading if rank_run.sample else None,
-            trend=_trend(rank_run.pressures),
-            growth=_growth(rank_run),
-            remark=rank_run.remark,
-            failure=rank_run.failure,
-        )
-        for rank, rank_run in run.items()
-    ]
+    return [_describe_rank(rank, entries) for rank, entries in run.timelines.items()]
+
+
+def _describe_rank(rank: int, entries: Sequence[Entry]) -> RankLine:
+    samples = [each for each in entries if isinstance(each, Sample)]
+    remarks = [each for each in entries if isinstance(each, Remark)]
+    failures = [each for each in entries if isinstance(each, Failure)]
+    moment = samples[-1].moment if samples else "begin"
+    return RankLine(
+        rank=rank,
+        step=entries[-1].step,
+        state="failed" if failures else moment,
+        time_seconds=entries[-1].time_seconds,
+        reading=samples[-1].reading if samples else None,
+        trend=_trend([each.reading.pressure for each in samples]),
+        growth=None if failures or moment == "end" else _growth(samples),
+        remark=remarks[-1] if remarks else None,
+        failure=failures[-1] if failures else None,
+    )
 
 
 def _trend(pressures: Sequence[float]) -> tuple[float, ...]:
@@ -66,22 +71,16 @@ def _trend(pressures: Sequence[float]) -> tuple[float, ...]:
     return tuple(max(pressures[at : at + length]) for at in range(0, len(pressures), length))
 
 
-def _state(run: RankRun) -> str:
-    if run.failure:
-        return "failed"
-    return run.sample.moment if run.sample else "begin"
-
-
-def _growth(run: RankRun) -> Growth | None:
+def _growth(samples: Sequence[Sample]) -> Growth | None:
     """Judge the last steps as `MemoryWatch` does; a card's timeline lacks main memory."""
-    is_over = run.failure or (run.sample and run.sample.moment == "end")
-    if is_over or run.num_trained < WARM_UP_LOOKS + WINDOW:
+    trained = [each for each in samples if each.moment == "train"]
+    if sum(each.num_readings for each in trained) < WARM_UP_LOOKS + WINDOW:
         return None
-    last = run.recent[-1].reading
+    last = trained[-1].reading
     is_host = last.device == "cpu"
     window = [
         Footprint.take(each.step, each.reading, each.reading.allocated_bytes if is_host else 0)
-        for each in run.recent
+        for each in trained[-WINDOW:]
     ]
     fatal = (growth for growth in growths(window, last, last) if growth.ends_the_run)
     return min(fatal, key=lambda growth: growth.steps_left, default=None)

@@ -15,7 +15,7 @@ from trainer_plugins.planner.calibrate import differences_of, peaks_as_seen, ref
 from trainer_plugins.planner.plan import MemoryPlan
 from trainer_plugins.printable import printable
 from trainer_plugins.record.history import History, Run, entries_of, read_history
-from trainer_plugins.record.oom_record import OomRecord, read_oom_records
+from trainer_plugins.record.oom_record import OomRecord
 from trainer_plugins.record.run_facts import read_run_facts
 from trainer_plugins.record.timeline import Remark
 from trainer_plugins.report.html.chart import Chart
@@ -62,7 +62,7 @@ def run_page(
     run = history.runs[-1]
     if plan is not None:
         refuse_another_run(plan, run.timelines, "the plan")
-    records = records_of(run, read_oom_records(folder))
+    records = records_of(run, folder)
     record = records[0] if records else None
     run = add_records(run, records)
     failures = failures_of(run.timelines)
