@@ -9,6 +9,8 @@ TRAINER = "transformers.Trainer"
 MODEL = "transformers.modeling_utils"
 
 WHERE: dict[str, tuple[str, ...]] = {
+    # Python
+    "_Unpickler": ("pickle",),
     # safetensors
     "_TYPES": ("safetensors.torch",),
     # torch

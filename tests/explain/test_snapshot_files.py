@@ -53,7 +53,7 @@ REFUSED: dict[str, tuple[bytes | object, str]] = {
     "code of protocol 2": (pickle.dumps(Harm(), protocol=2), "foreign code"),
     "code of protocol 0": (pickle.dumps(Harm(), protocol=0), "not a pickle of protocol"),
     "an object by its number": (b"\x80\x04K\x01Q.", "BINPERSID"),
-    "a place in the memo of 32 GiB": (b"\x80\x02Nr\xff\xff\xff\x7f.", "LONG_BINPUT"),
+    "a place in the memo of 32 GiB": (b"\x80\x02Nr\xff\xff\xff\x7f.", "no memory snap"),
     "a text of 2 GiB": (b"\x80\x04X\xff\xff\xff\x7fabc", "end is missing"),
     "bytes of 2 GiB": (b"\x80\x04\x8e\0\0\0\x80\0\0\0\0abc", "BINBYTES8"),
     "an array of 1 TiB": (b"\x80\x05\x96\0\0\0\0\0\x01\0\0abc", "BYTEARRAY8"),
