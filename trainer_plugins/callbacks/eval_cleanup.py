@@ -98,10 +98,9 @@ class EvalGenerateCleanup(EvaluationCallback):
         with self.harmless():
             from trainer_plugins.upkeep.holders import leftover  # slow to import
 
-            model = model_of(event)
-            self._drop(state, moment, model)
+            self._drop(state, moment, model_of(event))
             before, self._allocated_before = self._allocated_before, None
-            finding = leftover(self._release.device, before, model, event.get("optimizer"))
+            finding = leftover(self._release.device, before)
             if finding is not None:
                 self.remark(args, state.global_step, finding)
         self._due = moment

@@ -132,9 +132,8 @@ class TrainingRun:
         if self.leftover_is_said:
             return
         expected_bytes = start.allocated_bytes + start.mark.new_bytes()
-        optimizer = self.attached.trainer.optimizer
         with self.memo.harmless():
-            if finding := judge_left_over(self.card, expected_bytes, self.model, optimizer):
+            if finding := judge_left_over(self.card, expected_bytes):
                 self.leftover_is_said = True
                 self.attached.say(finding)
 

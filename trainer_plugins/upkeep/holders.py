@@ -33,9 +33,7 @@ _UNKNOWN = "nothing that Python tracks (autograd's graph, or C++)"
 _HERE = os.path.dirname(__file__)
 
 
-def leftover(
-    device: Device, allocated_before_bytes: int | None, model: nn.Module | None, optimizer: object
-) -> Finding | None:
+def leftover(device: Device, allocated_before_bytes: int | None) -> Finding | None:
     """Report an evaluation that left more allocated than it found, with the holders."""
     # On the CPU other code allocates memory too.
     if device.name == "cpu" or allocated_before_bytes is None:
@@ -47,7 +45,7 @@ def leftover(
     grown_bytes = reading.allocated_bytes - allocated_before_bytes
     if grown_bytes < GROWTH_FRACTION * reading.total_bytes:
         return None
-    held = tensors_held(reading.device.split(":")[0], model, optimizer)
+    held = tensors_held(reading.device.split(":")[0])
     return Finding.warning(
         code="evaluation-leftover",
         summary=f"an evaluation left {size(grown_bytes)} more allocated on {reading.device} than"
@@ -86,38 +84,24 @@ def storage_of(tensor: torch.Tensor, device_type: str) -> tuple[int, int] | None
     return (address, num_bytes) if address else None
 
 
-def tensors_held(device_type: str, model: nn.Module | None, optimizer: object) -> list[Held]:
-    """Return the largest tensors that neither a model nor the optimizer owns, and their holders."""
-    owned = {id(tensor) for tensor in list_owned(model, optimizer)}
-    for module in list_tracked(nn.Module):  # all models, such as a teacher or a reference
-        owned |= {id(buffer) for buffer in vars(module).get("_buffers", {}).values()}
-    found: dict[int, tuple[int, torch.Tensor]] = {}
-    for tensor in list_tracked(torch.Tensor):
-        if issubclass(type(tensor), nn.Parameter) or id(tensor) in owned:
-            continue
-        place = storage_of(tensor, device_type)
-        if place is not None and local_tensor(tensor) is tensor:
-            address, num_bytes = place
-            found.setdefault(address, (num_bytes, tensor))
-    ranked = sorted(found.values(), key=lambda pair: pair[0], reverse=True)[:_MOST_LARGEST]
-    found.clear()  # or it would count as a holder
-    tensors = [tensor for _, tensor in ranked]
-    del ranked
-    return name_holders(tensors)
+def tensors_held(device_type: str) -> list[Held]:
+    """Return the largest tensors that no model and no optimizer owns, and their holders."""
+    ledger, _ = _count_owned(device_type)
+    others = ledger.others(with_graphs=True)
+    del others[_MOST_LARGEST:]
+    return name_holders(others)
 
 
 def list_held(device_type: str, allocated_bytes: int) -> tuple[Held, ...]:
     """Return the largest allocations on a device with their holders: tensors, models, graphs."""
     if not allocated_bytes:
         return ()
-    held = [each for each in tensors_held(device_type, None, None) if each.holder != _UNKNOWN]
-    models = root_modules()
+    ledger, models = _count_owned(device_type)
+    others = name_holders(ledger.others(with_graphs=True))
+    held = [each for each in others if each.holder != _UNKNOWN]
     for model in models:
-        places = (storage_of(tensor, device_type) for tensor in list_owned(model, None))
-        sizes = dict(place for place in places if place is not None)
-        if sizes:
-            holder = f"{_holder(model, models)} ({type(model).__name__})"
-            held.append(Held(num_bytes=sum(sizes.values()), shape=(), holder=holder))
+        holder = f"{model.holder} ({model.name})"
+        held.append(Held(num_bytes=model.num_bytes, shape=(), holder=holder))
     hidden_bytes = allocated_bytes - sum(each.num_bytes for each in held)
     if hidden_bytes > allocated_bytes // 2 and (ends := graphs_held(device_type)):
         holders = ", ".join(dict.fromkeys(end.holder for end in ends))
@@ -267,10 +251,7 @@ def _key(items: Iterable[tuple[object, Any]], thing: object) -> object:
 def count_alive(reading: MemoryReading) -> Alive:
     """Count every object that Python tracks, including an earlier run's; takes 0.1 to 1 s."""
     device_type = reading.device.split(":")[0]
-    ledger = _Ledger(device_type)
-    models = _models_counted(ledger)
-    for optimizer in list_tracked(torch.optim.Optimizer):
-        ledger.add_optimizer(optimizer)
+    ledger, models = _count_owned(device_type)
     others = ledger.others()
     hidden_bytes = reading.allocated_bytes - sum(ledger.category_bytes.values())
     largest = tuple(name_holders(others))
@@ -286,18 +267,22 @@ def count_alive(reading: MemoryReading) -> Alive:
     )
 
 
-def _models_counted(ledger: "_Ledger") -> tuple[LiveModel, ...]:
-    roots = root_modules()
+def _count_owned(device_type: str) -> tuple["_Ledger", tuple[LiveModel, ...]]:
+    """Count all models and optimizers, and return the largest models."""
+    ledger, roots = _Ledger(device_type), root_modules()
     sizes = {id(model): ledger.add_model(model) for model in roots}
     roots.sort(key=lambda model: -sizes[id(model)])
     del roots[_MOST_MODELS:]  # a slice of it would count as a holder
-    return tuple(
+    models = tuple(
         LiveModel(
             name=type(model).__name__, num_bytes=sizes[id(model)], holder=_holder(model, roots)
         )
         for model in roots
         if sizes[id(model)]
     )
+    for optimizer in list_tracked(torch.optim.Optimizer):
+        ledger.add_optimizer(optimizer)
+    return ledger, models
 
 
 class _Ledger:
@@ -329,15 +314,16 @@ class _Ledger:
                 if isinstance(value, torch.Tensor):
                     self._add("optimizer", value, self._module_of.get(id(parameter)))
 
-    def others(self) -> list[torch.Tensor]:
-        """Count all other tensors, and return the largest that are not part of a graph."""
+    def others(self, with_graphs: bool = False) -> list[torch.Tensor]:
+        """Count all other tensors, and return the largest, of graphs only if asked."""
         found = []
         for tensor in list_tracked(torch.Tensor):
             if issubclass(type(tensor), nn.Parameter):
                 self._add("parameter", tensor)
-            elif tensor.grad_fn is not None:
-                self._add("activation", tensor)
-            elif num_bytes := self._add("other", tensor):
+                continue
+            category = "other" if tensor.grad_fn is None else "activation"
+            num_bytes = self._add(category, tensor)
+            if num_bytes and (with_graphs or category == "other"):
                 found.append((num_bytes, tensor))
         found.sort(key=lambda pair: -pair[0])
         return [tensor for _, tensor in found[:_MOST_HELD]]

@@ -9,7 +9,6 @@ from time import perf_counter
 from typing import NamedTuple, TypeVar
 
 import torch
-from torch import nn
 
 from trainer_plugins.devices import AcceleratorDevice, open_device
 from trainer_plugins.finding import Finding
@@ -152,9 +151,7 @@ def card_of(device: torch.device) -> CardReader:
     return CardReader(card if isinstance(card, AcceleratorDevice) else None)
 
 
-def judge_left_over(
-    card: CardReader, expected_bytes: int, model: nn.Module, optimizer: torch.optim.Optimizer
-) -> Finding | None:
+def judge_left_over(card: CardReader, expected_bytes: int) -> Finding | None:
     """Report memory that a failed attempt left allocated, if it is much, with its holders."""
     reading = card.read()
     left_bytes = reading.allocated_bytes - expected_bytes if reading is not None else 0
@@ -164,8 +161,7 @@ def judge_left_over(
     graphs = graphs_held(kind)
     held = [f"a graph that ends in {list(end.shape)}, held by {end.holder}" for end in graphs]
     if not held:
-        tensors = tensors_held(kind, model, optimizer)
-        held = [f"{list(tensor.shape)} held by {tensor.holder}" for tensor in tensors]
+        held = [f"{list(each.shape)} held by {each.holder}" for each in tensors_held(kind)]
     return Finding.warning(
         code="out-of-memory-leftover",
         summary=f"a failed attempt left {size(left_bytes)} allocated on {card.name}",
