@@ -8,62 +8,54 @@ The script sees the same `sys.argv`, `sys.path` and `__main__` as under plain py
 code is passed on.
 """
 
-import argparse
 import os
 import sys
+from typing import Any, NoReturn
 
-from trainer_plugins.as_main import NoSuchProgramError, program
+import click
+
+from trainer_plugins.as_main import program
+from trainer_plugins.testing import simgpu
 from trainer_plugins.units import parse_size
 
 _EXIT_USAGE = 2
+_SETTINGS = {"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]}
+
+
+@click.command(context_settings=_SETTINGS)
+@click.option(
+    "--capacity",
+    metavar="SIZE",
+    help="Memory of the card, such as 2GiB; an existing card needs none.",
+)
+@click.option("--card", metavar="PATH", help="A card file to share with other processes.")
+@click.option("-m", "module", is_flag=True, help="Run a module instead of a script.")
+@click.argument("command", nargs=-1, metavar="SCRIPT...")
+def _run(**_: Any) -> None:
+    """Run a script on a simulated accelerator in host memory."""
 
 
 def main(arguments: list[str]) -> None:
     """Enable simgpu, then run the program that the command line names."""
-    options = _parse(arguments)
-    from trainer_plugins.testing import simgpu
-
     try:
-        if options.card:
-            os.environ["SIMGPU_CARD"] = options.card  # the first process to need it creates it
-        simgpu.enable(options.capacity)
+        # Click only parses: it would catch some of the script's errors.
+        asked = _run.make_context("python -m trainer_plugins.testing.simgpu", arguments).params
+        if not asked["command"]:
+            raise ValueError("name a script, or a module after -m")
+        if asked["card"]:
+            os.environ["SIMGPU_CARD"] = asked["card"]  # the first process to need it creates it
+        simgpu.enable(parse_size(asked["capacity"]) if asked["capacity"] else None)
+        run = program([*asked["command"]], asked["module"])
+    except click.exceptions.Exit as end:  # after --help
+        sys.exit(end.exit_code)
+    except click.UsageError as error:
+        _refuse(error.format_message())
     except (ValueError, OSError, simgpu.SimgpuUnavailable) as error:
-        _refuse(str(error))
-    try:
-        run = program(options.command, options.module)
-    except NoSuchProgramError as error:
         _refuse(str(error))
     run()
 
 
-def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m trainer_plugins.testing.simgpu",
-        usage="%(prog)s --capacity SIZE [--card PATH] (SCRIPT | -m MODULE) [ARGUMENT ...]",
-        description="Run a script on a simulated accelerator in host memory.",
-    )
-    parser.add_argument(
-        "--capacity",
-        metavar="SIZE",
-        help="memory of the card, such as 2GiB; not needed for an existing card",
-    )
-    parser.add_argument("--card", metavar="PATH", help="a card file to share with other processes")
-    parser.add_argument("-m", dest="module", action="store_true", help="the command is a module")
-    parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments[1:] if arguments[:1] == ["--"] else arguments)
-    if options.command[:1] == ["--"]:
-        del options.command[0]
-    if not options.command:
-        _refuse("name a script, or a module after -m")
-    if options.capacity is not None:
-        try:
-            options.capacity = parse_size(options.capacity)
-        except ValueError as error:
-            _refuse(f"--capacity: {error}")
-    return options
-
-
-def _refuse(reason: str) -> None:
+def _refuse(reason: str) -> NoReturn:
     sys.stderr.write(f"simgpu: {reason}\n")
     sys.exit(_EXIT_USAGE)
 
