@@ -242,7 +242,6 @@ def test_what_hydra_refuses_by_itself(tmp_path: Path, word: str, says: str) -> N
         ("warn_fraction=0.8", "warn_fraction is not used. Did you mean trainer_plugins.callbacks.memory_watchdog.warn_fraction?"),
         ("callbaks.cuda_cache.interval=5", "callbaks is not used. Did you mean trainer_plugins.callbacks?"),
         ("callbacks.memory_wachdog.stop=true", "callbacks.memory_wachdog has no _target_, so it makes no callback. Did you mean trainer_plugins.callbacks.memory_watchdog?"),
-        ("callbacks.memory_watchdog.warn_fracton=0.8", "callbacks.memory_watchdog.warn_fracton: MemoryWatchdog has no argument warn_fracton. Did you mean warn_fraction?"),
     ],
 )  # fmt: skip
 @pytest.mark.all(but=1)
@@ -253,6 +252,20 @@ def test_a_plus_makes_any_key_but_none_that_is_passed_over(
 
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == f"trainer_plugins: trainer_plugins.{says}"
+    assert not (tmp_path / "facts.json").exists()
+
+
+@pytest.mark.all
+def test_an_argument_that_a_callback_does_not_take_ends_the_job(tmp_path: Path) -> None:
+    word = "trainer_plugins.callbacks.memory_watchdog.warn_fracton"
+    done = run(tmp_path, "+trainer_plugins=memory_safe", f"++{word}=0.8")
+
+    assert done.returncode == 2
+    meant = "Did you mean trainer_plugins.callbacks.memory_watchdog.warn_fraction?"
+    assert f"trainer_plugins: our configs have no key {word}. {meant}" in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("trainer_plugins: trainer_plugins.callbacks.memory_watchdog ")
+    assert "unexpected keyword argument 'warn_fracton'" in last
     assert not (tmp_path / "facts.json").exists()
 
 

@@ -1,12 +1,10 @@
 """Suggests the correct key for a misspelt one in our Hydra configs."""
 
-import inspect
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any
 
 import yaml
@@ -15,7 +13,7 @@ from trainer_plugins.presets import nearest
 
 _FOLDER = Path(__file__).parent.parent / "configs" / "hydra" / "trainer_plugins" / "callback"
 _CALLBACKS = "trainer_plugins.callbacks"
-_OVERRIDE = re.compile(r"~?(trainer_plugins\.[\w.]+)(=|$)")
+_OVERRIDE = re.compile(r"(\+*)~?(trainer_plugins\.[\w.]+)(?:=|$)")
 _OWN_KEY = re.compile(r"\+{1,2}(\w+)=")
 # Hydra's extended override grammar: `a,b`, `choice(a,b)`, `glob(*)`.
 _SWEEP = re.compile(
@@ -34,10 +32,15 @@ def say_what_was_meant(words: Sequence[str]) -> None:
             "trainer_plugins: this sweep over presets attaches nothing: Hydra makes its callbacks"
             f" before it takes a sweep apart. Add {_TO_ATTACH}\n"
         )
-    # Hydra rejects unknown keys without a suggestion, and `+` creates any key.
+    # Hydra rejects unknown keys without a suggestion, and `+` creates any key, also in a callback's
+    # entry, whose class then rejects it.
+    known = _list_known()
     for word in words:
-        if (override := _OVERRIDE.match(word)) and override[1] not in _list_known():
-            line = f"our configs have no key {override[1]}.{_meant(override[1])}"
+        override = _OVERRIDE.match(word)
+        key = override[2] if override else ""
+        is_ours = override and (not override[1] or key.rpartition(".")[0] in known[1:])
+        if is_ours and key not in known:
+            line = f"our configs have no key {key}.{_meant(key)}"
         elif (own := _OWN_KEY.match(word)) and own[1] != "trainer_plugins":
             line = f"+{own[1]} makes a key of your own.{nearest(own[1], ['trainer_plugins'])}"
         else:
@@ -55,26 +58,10 @@ def refuse_unknown(config: Any) -> None:
         entry, key = config["callbacks"][name], f"{_CALLBACKS}.{name}"
         if _keys(entry) and "_target_" not in entry:
             raise ValueError(f"{key} has no _target_, so it makes no callback.{_meant(key)}")
-        for stranger, parameters in _strangers(entry):
-            raise ValueError(
-                f"{key}.{stranger}: {entry['_target_'].rpartition('.')[2]} has no argument"
-                f" {stranger}.{nearest(stranger, parameters)}"
-            )
 
 
 def _keys(part: Any) -> list[str]:
     return [*part] if hasattr(part, "keys") else []
-
-
-def _strangers(entry: Any) -> Iterator[tuple[str, list[str]]]:
-    """Yield the keys that an entry's callable does not accept, with those that it does."""
-    given = [key for key in _keys(entry) if not key.startswith("_")]
-    try:
-        parameters = inspect.signature(resolve_name(entry["_target_"])).parameters if given else {}
-    except (ImportError, AttributeError, TypeError, ValueError):
-        return  # Hydra reports the error
-    if not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
-        yield from ((key, [*parameters]) for key in given if key not in parameters)
 
 
 def _meant(key: str) -> str:
