@@ -44,7 +44,7 @@ def check(context: click.Context, run: RunOptions, answer: AnswerOptions, as_jso
 
     Exit codes: 0 no findings, 1 warnings, 3 errors that will end the run, 2 bad input.
     """
-    with refuse_bad_input("check", ConfigError, PlanError, OSError):
+    with refuse_bad_input(ConfigError, PlanError):
         for name, value in asdict(answer).items():
             if value and name != "verbose":
                 raise PlanError(f"--{name.replace('_', '-')} is for `trainer-plugins plan`")

@@ -18,7 +18,7 @@ from trainer_plugins.planner.options import PINNED_MEMORY_HELP
 from trainer_plugins.plug_in.flags import EXIT_USAGE, PATH, Group, argument
 from trainer_plugins.printable import printable
 
-_refusing = partial(refuse_bad_input, "configs", ValueError)
+_refusing = partial(refuse_bad_input, ValueError)
 
 # Findings about files that mean something other than they appear to.
 _MALFORMED = {"config-duplicate-key", "config-wrong-type"}

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from trainer_plugins.cli.as_json import print_json
-from trainer_plugins.cli.typed_options import bad_parameters, take_as_json
+from trainer_plugins.cli.typed_options import refuse_bad_input, take_as_json
 from trainer_plugins.explain.answer import GRADES, Explanation
 from trainer_plugins.explain.log import explain_log
 from trainer_plugins.plug_in.flags import PATH, Command, argument
@@ -51,12 +51,10 @@ def explain(
 
     Exit codes: 0 explained, or a snapshot was read; 1 there is no OOM; 2 unreadable.
     """
-    if not paths and sys.stdin.isatty():
-        raise click.BadParameter(
-            "name a log, the output_dir of a run or a snapshot, or pipe in a log"
-        )
-    paths = paths or ("-",)
-    with bad_parameters(paths[0]):
+    with refuse_bad_input(ValueError):
+        if not paths and sys.stdin.isatty():
+            raise ValueError("name a log, the output_dir of a run or a snapshot, or pipe in a log")
+        paths = paths or ("-",)
         is_snapshot = len(paths) > 1 or _is_pickle(Path(paths[0]))
         if is_snapshot or html is not None:
             answer = _explain_snapshots(paths, html)

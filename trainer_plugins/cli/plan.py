@@ -92,7 +92,7 @@ def plan(
 
     Exit codes: 0 it fits, or no card was named; 3 it does not; 2 the input cannot be predicted.
     """
-    with refuse_bad_input("plan", PlanError, OSError):
+    with refuse_bad_input(PlanError):
         _refuse_contradictions(answer)
         command = command_in(context.args)
         if dry.dry_env and not command and run.model is None:

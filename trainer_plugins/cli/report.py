@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from trainer_plugins.cli.as_json import print_json
-from trainer_plugins.cli.typed_options import bad_parameters, take_as_json, take_run_dir
+from trainer_plugins.cli.typed_options import refuse_bad_input, take_as_json, take_run_dir
 from trainer_plugins.explain.run.ending import judge_ending
 from trainer_plugins.planner.plan import MemoryPlan
 from trainer_plugins.plug_in.flags import PATH, Command
@@ -44,20 +44,19 @@ def report(
 
     Exit codes: 0 printed; 2 nothing to read.
     """
-    with bad_parameters(run_dir):
+    with refuse_bad_input(ValueError):
         history = read_history(run_dir)
         if rank is not None:
             history = history.select_rank(rank)
-    ending = judge_ending(history, run_dir)
-    if html is not None:
-        from trainer_plugins.report.html.run_page import run_page
+        ending = judge_ending(history, run_dir)
+        if html is not None:
+            from trainer_plugins.report.html.run_page import run_page
 
-        planned = None if plan is None else _read_plan(plan)
-        with bad_parameters(html):
+            planned = None if plan is None else _read_plan(plan)
             page = run_page(history, run_dir, ending, planned, predicts)
             html.write_text(page, encoding="utf-8")
-    elif plan is not None:
-        raise click.BadParameter("--plan is drawn on a page: add --html")
+        elif plan is not None:
+            raise ValueError("--plan is drawn on a page: add --html")
     runs = [add_records(run, records_of(run, run_dir)) for run in history.runs]
     history = history._replace(runs=runs)
     if as_json:
@@ -69,8 +68,6 @@ def report(
 def _read_plan(plan: Path) -> MemoryPlan:
     try:
         return MemoryPlan.from_json(plan.read_text("utf-8"))
-    except OSError as error:
-        raise click.BadParameter(f"--plan: {plan}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         what = "not a plan printed with --json"
-        raise click.BadParameter(f"--plan: {plan} is {what}: {error}") from error
+        raise ValueError(f"--plan: {plan} is {what}: {error}") from error

@@ -11,15 +11,13 @@ from rich.live import Live
 from rich.text import Text
 
 from trainer_plugins.cli.as_json import print_json
-from trainer_plugins.cli.typed_options import bad_parameters, take_as_json, take_run_dir
+from trainer_plugins.cli.typed_options import refuse_bad_input, take_as_json, take_run_dir
 from trainer_plugins.plug_in.flags import Command
 from trainer_plugins.printable import printable
 from trainer_plugins.record.history import Follower, Run
 from trainer_plugins.report.page import show
 from trainer_plugins.report.summary import add_records, records_of
 from trainer_plugins.report.top_page import TopPage, rank_lines
-
-_SHORTEST_SECONDS, _LONGEST_SECONDS = 0.1, 3600
 
 
 @click.command(cls=Command)
@@ -36,16 +34,15 @@ def top(run_dir: Path, once: bool, as_json: bool, every: float) -> None:
 
     Exit codes: 0 shown; 2 nothing to read, or bad input.
     """
-    if as_json and not once:
-        raise click.BadParameter("--json prints a single answer: add --once")
-    if not _SHORTEST_SECONDS <= every <= _LONGEST_SECONDS:
-        span = f"{_SHORTEST_SECONDS} to {_LONGEST_SECONDS} seconds"
-        raise click.BadParameter(f"--every is {span}, got {every}")
-    if not once and not sys.stdout.isatty():
-        raise click.BadParameter("standard output is not a terminal: add --once")
-    if run_dir.exists() and not run_dir.is_dir():
-        raise click.BadParameter(f"{run_dir}: not a folder")
-    with bad_parameters(run_dir):
+    with refuse_bad_input(ValueError):
+        if as_json and not once:
+            raise ValueError("--json prints a single answer: add --once")
+        if not 0.1 <= every <= 3600:
+            raise ValueError(f"--every is 0.1 to 3600 seconds, got {every}")
+        if not once and not sys.stdout.isatty():
+            raise ValueError("standard output is not a terminal: add --once")
+        if run_dir.exists() and not run_dir.is_dir():
+            raise ValueError(f"{run_dir}: not a folder")
         if once:
             _show_once(Follower(run_dir), as_json=as_json)
         else:
@@ -56,7 +53,7 @@ def _show_once(follower: Follower, *, as_json: bool) -> None:
     run = follower.look()
     if run is None:
         wanted = "name the output_dir of a run that has MemoryWatchdog, after it has started"
-        raise click.BadParameter(f"{_nothing_yet(follower)}: {wanted}")
+        raise ValueError(f"{_nothing_yet(follower)}: {wanted}")
     page = _page(follower, run)
     if as_json:
         print_json("top", page)

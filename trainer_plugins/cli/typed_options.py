@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import click
 
@@ -16,22 +15,15 @@ take_run_dir = argument("run_dir", type=PATH, help="The output_dir of a run with
 
 
 @contextmanager
-def bad_parameters(path: Path | str) -> Iterator[None]:
-    """Report errors of reading or writing, by default of this path, as a bad parameter."""
+def refuse_bad_input(*kinds: type[Exception]) -> Iterator[None]:
+    """Report errors of files, and of these kinds, on one line that can be copied and searched."""
+    refused: tuple[type[Exception], ...] = (OSError, *kinds)
     try:
         yield
-    except OSError as error:
-        why = f"{error.filename or path}: {error.strerror or error}"
-        raise click.BadParameter(why) from error
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from error
-
-
-@contextmanager
-def refuse_bad_input(command: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Report errors of these kinds on one line that can be copied and searched for."""
-    try:
-        yield
-    except kinds as error:
-        print(f"trainer-plugins {command}: {printable(error)}", file=sys.stderr)
+    except refused as error:
+        why = str(error)
+        if isinstance(error, OSError) and error.filename:
+            why = f"{error.filename}: {error.strerror}"
+        command = click.get_current_context().command_path
+        print(f"{command}: {printable(why)}", file=sys.stderr)
         raise SystemExit(EXIT_USAGE) from error
