@@ -2,40 +2,31 @@
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Iterator, Sequence
 from io import BufferedReader
+from operator import ge
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from trainer_plugins.record.folder import open_regular, replacing
 
-_TOGETHER = 8
 _AT_ONCE_BYTES = 1 << 20
 
-# A reading as `timeline.to_line` writes it. All other lines stay.
-_READING = re.compile(
-    rb'(?P<told>\{"kind": "sample", (?P<run>"run": "\w*", )?"time_seconds": [\d.]+, '
-    rb'"step": (?P<step>\d{1,18}), '
-    rb'(?P<alike>"moment": "(?!begin"|end")\w+", "device": "[\w:.-]*", '
-    rb'"total_bytes": (?P<total>\d{1,18})), '
-    rb'"free_bytes": (?P<free>\d{1,18}), "reserved_bytes": (?P<reserved>\d{1,18}), '
-    rb'"allocated_bytes": \d{1,18}, '
-    rb'"peak_allocated_bytes": (?P<peak>\d{1,18}), "num_alloc_retries": \d{1,18}'
-    rb'(?:, "num_tokens_seen": \d{1,18})?)'
-    rb'(?:, "num_readings": (?P<num>\d{1,18}))?\}\n'
-)
-_BEGINNING = re.compile(rb'\{"kind": (?:"beginning"|"sample",.*"moment": "begin")')
-_RELEASE = b'{"kind": "flush"'
+# The numbers that a reading and a release need to be thinned. All other lines stay.
+_NUMBERS = {
+    "sample": ("step", "total_bytes", "free_bytes", "reserved_bytes", "peak_allocated_bytes"),
+    "flush": ("step", "released_bytes", "seconds", "stuck_bytes"),
+}
+_Record = dict[str, Any]
 
 
 def thin(path: Path) -> int:
     """Rewrite a timeline file with fewer lines, and return its size in bytes.
 
-    Of every eight readings of one moment, four stay, including the maxima of peak, reserved, used
-    and pressure. Releases are summed in pairs. The newest quarter stays. A kill at any moment
-    leaves one intact file.
+    Of two readings of one moment the higher one stays, and both if one is higher in peak and the
+    other in reserved, used or pressure. Releases are summed in pairs. The newest quarter stays. A
+    kill at any moment leaves one intact file.
     """
     with BufferedReader(open_regular(path, "r")) as file, replacing(path) as thinned:
         num_old_bytes = os.fstat(file.fileno()).st_size * 3 // 4
@@ -60,60 +51,55 @@ def _lines(file: BinaryIO, num_bytes: int) -> list[bytes]:
 
 def _thin(lines: Sequence[bytes]) -> Iterator[bytes]:
     stay: list[bytes | None] = [*lines]
-    groups: dict[object, list[tuple[int, re.Match[bytes]]]] = {}
-    pending: int | None = None
+    unpaired: dict[object, tuple[int, _Record]] = {}
     for number, line in enumerate(lines):
-        if match := _READING.fullmatch(line):
-            group = groups.setdefault(match.group("run", "alike"), [])
-            if group and int(match["step"]) < int(group[-1][1]["step"]):
-                group.clear()
-            group.append((number, match))
-            if len(group) == _TOGETHER:
-                _halve(stay, group)
-                group.clear()
-        elif line.startswith(_RELEASE):
-            if pending is not None and (total := _add(lines[pending], line)):
-                stay[pending], stay[number], pending = None, total, None
-            else:
-                pending = number
-        elif _BEGINNING.match(line):
-            groups.clear()  # never compare readings of two runs
-            pending = None
+        record = _parse(line)
+        if record.get("kind") == "beginning" or record.get("moment") == "begin":
+            unpaired.clear()  # never compare readings of two runs
+        elif record.get("kind") in _NUMBERS and record.get("moment") != "end":
+            names = ("kind", "run", "moment", "device", "total_bytes", "reason")
+            key = str([record.get(name) for name in names])
+            at, before = unpaired.pop(key, (number, record))
+            is_pair = at < number and before["step"] <= record["step"]
+            joined = _join(before, record) if is_pair else None
+            if joined is not None:
+                stay[at] = stay[number] = None
+                place = number if joined["step"] == record["step"] else at
+                stay[place] = json.dumps(joined).encode() + b"\n"
+            elif not is_pair:
+                unpaired[key] = number, record
     return (line for line in stay if line is not None)
 
 
-def _halve(stay: list[bytes | None], group: Sequence[tuple[int, re.Match[bytes]]]) -> None:
-    columns = zip(*(_read_compared(match) for _, match in group), strict=True)
-    highest = [max(range(_TOGETHER), key=column.__getitem__) for column in columns]
-    wanted = dict.fromkeys([*highest, 7, 5, 3, 1, 6, 4, 2, 0])
-    chosen = sorted([*wanted][: _TOGETHER // 2])
-    counts = dict.fromkeys(chosen, 0)
-    for at, (number, match) in enumerate(group):
-        heir = next((each for each in chosen if each >= at), chosen[-1])
-        counts[heir] += int(match["num"] or 1)
-        stay[number] = None
-    for at, num in counts.items():
-        number, match = group[at]
-        stay[number] = match["told"] + b', "num_readings": %d}\n' % num
-
-
-def _read_compared(match: re.Match[bytes]) -> tuple[int, ...]:
-    """Return peak, reserved, used, and `MemoryReading.pressure` in bytes: a group has one total."""
-    total, free, reserved, peak = map(int, match.group("total", "free", "reserved", "peak"))
-    return peak, reserved, total - free, peak + max(0, total - free - reserved)
-
-
-def _add(first: bytes, second: bytes) -> bytes | None:
-    """Add two releases, dated as the second; None if they differ in run or reason."""
+def _parse(line: bytes) -> _Record:
+    """Read a line; empty if it is damaged or of a later version."""
     try:
-        one, other = json.loads(first), json.loads(second)
-        is_same_kind = all(one.get(name) == other.get(name) for name in ("run", "reason"))
-        if not is_same_kind or one["step"] > other["step"]:
-            return None
-        for name in ("released_bytes", "seconds"):
-            other[name] += one[name]
-        other["num_releases"] = one.get("num_releases", 1) + other.get("num_releases", 1)
-        other["stuck_bytes"] = max(one["stuck_bytes"], other["stuck_bytes"])
-        return json.dumps(other).encode() + b"\n"
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None
+        record: _Record = json.loads(line)
+        numbers = [record[name] for name in _NUMBERS.get(record["kind"], ())]
+        numbers += [record.get(name, 1) for name in ("num_readings", "num_releases")]
+        return record if {*map(type, numbers)} <= {int, float} else {}
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return {}
+
+
+def _join(one: _Record, other: _Record) -> _Record | None:
+    """Return the sum of two releases, or the higher reading; None if both are highest."""
+    if one["kind"] == "flush":
+        sums = {name: one[name] + other[name] for name in ("released_bytes", "seconds")}
+        stuck_bytes = max(one["stuck_bytes"], other["stuck_bytes"])
+        return {**other, **sums, "stuck_bytes": stuck_bytes, **_count(one, other, "num_releases")}
+    for high, low in ((other, one), (one, other)):
+        if all(map(ge, _figures(high), _figures(low))):
+            return {**high, **_count(one, other, "num_readings")}
+    return None
+
+
+def _count(one: _Record, other: _Record, name: str) -> dict[str, int]:
+    return {name: one.get(name, 1) + other.get(name, 1)}
+
+
+def _figures(reading: _Record) -> tuple[int, ...]:
+    """Return peak, reserved, used, and `MemoryReading.pressure` in bytes: a pair has one total."""
+    total, free = reading["total_bytes"], reading["free_bytes"]
+    reserved, peak = reading["reserved_bytes"], reading["peak_allocated_bytes"]
+    return peak, reserved, total - free, peak + max(0, total - free - reserved)
