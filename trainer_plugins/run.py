@@ -16,18 +16,14 @@ import click
 
 from trainer_plugins.as_main import NoSuchProgramError, program
 from trainer_plugins.plug_in.attachment import attach, say_at_exit
-from trainer_plugins.plug_in.flags import argument, take_options
-from trainer_plugins.plug_in.in_front import BEFORE_A_COMMAND, PRESETS_IN_WORDS, CommandInFront
+from trainer_plugins.plug_in.flags import argument, refuse, take_options
+from trainer_plugins.plug_in.in_front import CommandInFront, select_given
 from trainer_plugins.plug_in.options import MemoryArguments
 
-
-class RunCommand(CommandInFront):
-    """Parses `python -m trainer_plugins.run`."""
-
-    prog = "python -m trainer_plugins.run"
+_PROG = "python -m trainer_plugins.run"
 
 
-@click.command(cls=RunCommand, context_settings=BEFORE_A_COMMAND, epilog=PRESETS_IN_WORDS)
+@click.command(cls=CommandInFront)
 @argument("command", nargs=-1, metavar="SCRIPT...", help="The script and its arguments.")
 @take_options("memory", MemoryArguments)
 @click.option("-m", "module", is_flag=True, help="Run a module instead of a script.")
@@ -39,20 +35,20 @@ def main(arguments: list[str]) -> None:
     """Attach the callbacks, then run the program that the command line names."""
     # Click only parses: it would catch some of the script's errors.
     try:
-        params = _run.make_context(RunCommand.prog, arguments).params
+        params = _run.make_context(_PROG, arguments).params
     except click.exceptions.Exit as end:  # after --help
         sys.exit(end.exit_code)
-    given, words = RunCommand.select_given(params), [*params["command"]]
+    given, words = select_given(params), [*params["command"]]
     if not words:
-        RunCommand.refuse("name a script, or a module after -m")
+        refuse(_PROG, "name a script, or a module after -m")
     try:
         run = program(words, params["module"])
     except NoSuchProgramError as error:
-        RunCommand.refuse(str(error))
+        refuse(_PROG, error)
     try:
         attach(**given)
     except ValueError as error:
-        RunCommand.refuse(str(error))
+        refuse(_PROG, error)
     say_at_exit()
     run()
 

@@ -137,9 +137,6 @@ _MEETS: Mapping[Fault, Callable[[Facts], object]] = {
         _has_whole_experts(facts) and facts.model.is_checkpointing and not _reenters(facts)
     ),
     faults.COPIES_KEPT: lambda facts: facts.run.flag("activation_offloading"),
-    faults.HIDDEN_STATES_KEPT: lambda facts: (
-        "lmbda" in facts.run.values and facts.run.flag("use_liger_kernel")
-    ),
     faults.SLEEPS_WITH_WEIGHTS: lambda facts: facts.run.flag("vllm_enable_sleep_mode"),
 }
 

@@ -15,14 +15,15 @@ from trainer_plugins.cli.exec_child import end_as, run_as_child
 from trainer_plugins.cli.typed_options import take_vllm
 from trainer_plugins.launch.environment import launch_environment
 from trainer_plugins.planner.options import option, repeatable, switch
-from trainer_plugins.plug_in.flags import argument, assign_variables, take_options
-from trainer_plugins.plug_in.in_front import BEFORE_A_COMMAND, PRESETS_IN_WORDS, CommandInFront
+from trainer_plugins.plug_in.flags import argument, assign_variables, refuse, take_options
+from trainer_plugins.plug_in.in_front import CommandInFront, select_given
 from trainer_plugins.plug_in.options import DEFAULT_PRESET, MemoryArguments
 from trainer_plugins.plug_in.reported import VARIABLE as MARKS
 from trainer_plugins.plug_in.reported import describe_lack, folder_for_marks
 from trainer_plugins.presets import preset
 from trainer_plugins.printable import printable
 
+_PROG = "trainer-plugins exec"
 _ASK = "--fit-ask"
 _OF_FIT = ("--gpu", "--num-gpus", "--may", "--allow-writes", "--allow-network")
 _DOES_NOT_FIT, _NOT_EXECUTABLE, _NOT_FOUND = 3, 126, 127
@@ -30,8 +31,6 @@ _DOES_NOT_FIT, _NOT_EXECUTABLE, _NOT_FOUND = 3, 126, 127
 
 class ExecCommand(CommandInFront):
     """Parses `trainer-plugins exec`."""
-
-    prog = "trainer-plugins exec"
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         # An option with an optional value would take the command's first word for it.
@@ -57,7 +56,7 @@ class FitOptions:
     allow_network: bool = switch("", "With --fit: let its plans connect to other hosts.")
 
 
-@click.command(cls=ExecCommand, context_settings=BEFORE_A_COMMAND, epilog=PRESETS_IN_WORDS)
+@click.command(cls=ExecCommand)
 @argument("command", nargs=-1, metavar="-- COMMAND", help="The command to run.")
 @take_options("memory", MemoryArguments)
 @take_vllm
@@ -95,16 +94,17 @@ def exec(
     It passes on signals and the exit code: 127 if the command is not found, 126 if it cannot be
     run. If no Trainer had callbacks, a line on stderr says so at the end.
     """
-    given, words = ExecCommand.select_given(vars(memory)), assign_variables(command)
+    given, words = select_given(vars(memory)), assign_variables(command)
     if not words:
-        ExecCommand.refuse(
-            "name a command after --, as in: trainer-plugins exec -- accelerate launch train.py"
+        refuse(
+            _PROG,
+            "name a command after --, as in: trainer-plugins exec -- accelerate launch train.py",
         )
     anyway = "preset" in given  # the user chose how to train
     if fit or fit_ask:
         given = {"preset": "survive", **given}
     elif how != FitOptions():
-        ExecCommand.refuse(f"{', '.join(_OF_FIT[:-1])} and {_OF_FIT[-1]} need --fit")
+        refuse(_PROG, f"{', '.join(_OF_FIT[:-1])} and {_OF_FIT[-1]} need --fit")
     settings = _settings(given, with_vllm=vllm or _asks_for_vllm(words))
     if fit or fit_ask:
         from trainer_plugins.cli import exec_fit
@@ -114,13 +114,14 @@ def exec(
         try:
             options, changes = exec_fit.fit(words, given, settings, how, answer, anyway)
         except exec_fit.NothingFits as error:
-            ExecCommand.refuse(
+            refuse(
+                _PROG,
                 f"--fit: {error}; nothing was started. To train anyway, and split micro-batches"
                 " that run out of memory, add --preset survive",
                 _DOES_NOT_FIT,
             )
         except PlanError as error:
-            ExecCommand.refuse(f"--fit: {error}; nothing was started")
+            refuse(_PROG, f"--fit: {error}; nothing was started")
         given, settings = given | options, settings | changes
         if fit_ask:
             return
@@ -139,10 +140,10 @@ def _run(words: list[str], environ: dict[str, str]) -> None:
         except OSError as error:
             # As shells, env and timeout do: a launcher may check for these two.
             exit_code = _NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE
-            ExecCommand.refuse(f"cannot run {words[0]}: {error.strerror}", exit_code)
+            refuse(_PROG, f"cannot run {words[0]}: {error.strerror}", exit_code)
         with suppress(OSError):  # the reader of a pipe may be gone
             if lack := describe_lack(folder):
-                sys.stderr.write(f"{ExecCommand.prog}: {lack}\n")
+                sys.stderr.write(f"{_PROG}: {lack}\n")
     end_as(code)
 
 

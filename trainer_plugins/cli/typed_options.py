@@ -1,13 +1,11 @@
 """Define the options that several commands share, and their errors."""
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import click
 
-from trainer_plugins.plug_in.flags import EXIT_USAGE, PATH, argument
-from trainer_plugins.printable import printable
+from trainer_plugins.plug_in.flags import PATH, argument, refuse
 
 take_as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 take_vllm = click.option("--vllm", is_flag=True, help="vLLM will run inside the training process.")
@@ -24,6 +22,4 @@ def refuse_bad_input(*kinds: type[Exception]) -> Iterator[None]:
         why = str(error)
         if isinstance(error, OSError) and error.filename:
             why = f"{error.filename}: {error.strerror}"
-        command = click.get_current_context().command_path
-        print(f"{command}: {printable(why)}", file=sys.stderr)
-        raise SystemExit(EXIT_USAGE) from error
+        refuse(click.get_current_context().command_path, why)

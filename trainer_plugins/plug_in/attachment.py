@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from operator import is_
 from typing import TYPE_CHECKING
 from weakref import ref
@@ -153,8 +153,7 @@ def detach() -> None:
                 setattr(trainer, name, before)
 
 
-@contextmanager
-def attached(preset: str = DEFAULT_PRESET, **options: Option) -> Iterator[None]:
+def attached(preset: str = DEFAULT_PRESET, **options: Option) -> AbstractContextManager[None]:
     """Call `attach` for the length of a `with` block, then restore the previous attachment.
 
         with attached("survive"):
@@ -163,9 +162,9 @@ def attached(preset: str = DEFAULT_PRESET, **options: Option) -> Iterator[None]:
     Raises:
         ValueError: as for `attach`.
     """
-    make = functools.partial(callbacks_from_args, memory_arguments(preset, **options))
-    with attached_callbacks(make):
-        yield
+    return attached_callbacks(
+        functools.partial(callbacks_from_args, memory_arguments(preset, **options))
+    )
 
 
 @contextmanager

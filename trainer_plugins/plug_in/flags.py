@@ -2,14 +2,17 @@
 
 import os
 import re
+import sys
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import Field, fields
 from functools import partial, wraps
 from pathlib import Path
 from types import NoneType
-from typing import Any, get_args, get_origin
+from typing import Any, NoReturn, get_args, get_origin
 
 import click
+
+from trainer_plugins.printable import printable
 
 EXIT_USAGE = 2
 PATH: Any = click.Path(path_type=Path)
@@ -20,6 +23,13 @@ SETTINGS: Mapping[str, Any] = {
     "show_default": True,
     "color": False if os.environ.get("NO_COLOR") else None,
 }
+
+
+def refuse(prog: str, reason: object, exit_code: int = EXIT_USAGE) -> NoReturn:
+    """Report bad input on one line that can be copied and searched, and exit."""
+    sys.stderr.write(f"{prog}: {printable(reason)}\n")
+    sys.exit(exit_code)
+
 
 _JOINT = "\u2011"  # a hyphen at which no line breaks
 

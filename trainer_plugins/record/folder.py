@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from functools import cache
 from io import BufferedReader, FileIO
 from itertools import count
 from pathlib import Path
@@ -130,18 +129,13 @@ def from_json(kind: Callable[..., T], record: object) -> T:
     if not isinstance(record, Mapping):
         raise TypeError(f"{kind} is made of a JSON object, got {type(record).__name__}")
     values = {}
-    for name, field_type in _types_of(kind):
-        if name in record:
+    for field in fields(kind):  # type: ignore[arg-type]
+        if field.name in record:
             try:
-                values[name] = _value(record[name], field_type)
+                values[field.name] = _value(record[field.name], field.type)
             except TypeError as error:
-                raise TypeError(f"{name}: {error}") from error
+                raise TypeError(f"{field.name}: {error}") from error
     return kind(**values)
-
-
-@cache
-def _types_of(kind: Any) -> tuple[tuple[str, Any], ...]:
-    return tuple((field.name, field.type) for field in fields(kind))
 
 
 def _value(value: object, kind: Any) -> object:

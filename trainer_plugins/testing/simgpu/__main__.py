@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import click
 
-from trainer_plugins.as_main import program
+from trainer_plugins.as_main import NoSuchProgramError, program
 from trainer_plugins.testing import simgpu
 from trainer_plugins.units import parse_size
 
@@ -45,12 +45,15 @@ def main(arguments: list[str]) -> None:
         if asked["card"]:
             os.environ["SIMGPU_CARD"] = asked["card"]  # the first process to need it creates it
         simgpu.enable(parse_size(asked["capacity"]) if asked["capacity"] else None)
-        run = program([*asked["command"]], asked["module"])
     except click.exceptions.Exit as end:  # after --help
         sys.exit(end.exit_code)
     except click.UsageError as error:
         _refuse(error.format_message())
     except (ValueError, OSError, simgpu.SimgpuUnavailable) as error:
+        _refuse(str(error))
+    try:
+        run = program([*asked["command"]], asked["module"])
+    except NoSuchProgramError as error:
         _refuse(str(error))
     run()
 
