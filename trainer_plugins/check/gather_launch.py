@@ -15,7 +15,7 @@ from trainer_plugins.check.facts import (
     predicts_tokens,
 )
 from trainer_plugins.check.gather_here import folder_trouble, gather_here
-from trainer_plugins.check.machine import cards_in_use
+from trainer_plugins.check.machine import fullest_card
 from trainer_plugins.drycuda.dry_search import Variations
 from trainer_plugins.drycuda.predict import predict_one
 from trainer_plugins.launch.lint.document import read_document
@@ -91,16 +91,14 @@ def _add_card(facts: Facts, gpu: str | None) -> Facts:
             # A size alone does not identify the kind of card.
             capability=None if "kernels" in card.guess else card.capability,
         )
-    seen = [
-        (card.reading.free_bytes, card.reading.total_bytes, card.capability)
-        for card in cards_in_use(facts)
-        if card.reading is not None
-    ]
-    if not seen:
+    if (found := fullest_card(facts)) is None:
         return facts
-    free_bytes, total_bytes, capability = min(seen, key=lambda each: each[0])
+    here, reading = found
     return replace(
-        facts, device_bytes=total_bytes, device_free_bytes=free_bytes, capability=capability
+        facts,
+        device_bytes=reading.total_bytes,
+        device_free_bytes=reading.free_bytes,
+        capability=here.capability,
     )
 
 

@@ -6,6 +6,7 @@ from trainer_plugins import advice
 from trainer_plugins.advice import Door
 from trainer_plugins.check.facts import CardFacts, Check, CheckLine, Facts, Owner
 from trainer_plugins.finding import Finding, Severity
+from trainer_plugins.reading import MemoryReading
 from trainer_plugins.units import size
 from trainer_plugins.watch.foreign import context_allowance_bytes, foreign_memory
 
@@ -85,6 +86,12 @@ def cards_in_use(facts: Facts) -> list[CardFacts]:
         return list(facts.cards)
     uuids, _ = _visible(facts)
     return [card for card in facts.cards if not {card.uuid, *card.slices}.isdisjoint(uuids)]
+
+
+def fullest_card(facts: Facts) -> tuple[CardFacts, MemoryReading] | None:
+    """Return the card in use with the least free memory, and its reading; None if there is none."""
+    read = [(card, card.reading) for card in cards_in_use(facts) if card.reading is not None]
+    return min(read, key=lambda each: each[1].free_bytes, default=None)
 
 
 CHECKS: tuple[Check, ...] = (cards, memory_of_others, earlier_runs, precision)

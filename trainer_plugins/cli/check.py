@@ -1,14 +1,14 @@
 """`trainer-plugins check`: find, before a launch, the usual causes of a failure hours later."""
 
 import os
-from dataclasses import asdict, fields
+from dataclasses import fields
 
 import click
 
 from trainer_plugins.check import judge
 from trainer_plugins.check.gather_launch import gather_command, gather_launch
 from trainer_plugins.cli.as_json import print_json
-from trainer_plugins.cli.plan import AnswerOptions, take_as_json
+from trainer_plugins.cli.plan import take_as_json
 from trainer_plugins.cli.plan_dry import DryOptions, command_in, complete, variations_of
 from trainer_plugins.cli.spelled import WITH_OTHER_FLAGS, CommandOfARun
 from trainer_plugins.cli.typed_options import refuse_bad_input
@@ -17,7 +17,7 @@ from trainer_plugins.interrupted import interrupt_by_any_signal
 from trainer_plugins.launch.lint.document import ConfigError
 from trainer_plugins.planner.options import MOST_USED, RunOptions
 from trainer_plugins.planner.plan import PlanError
-from trainer_plugins.plug_in.flags import take_options
+from trainer_plugins.plug_in.flags import PanelOption, take_options
 from trainer_plugins.report.check import check_report
 from trainer_plugins.report.page import show
 
@@ -28,9 +28,11 @@ _MOST_USED = [each.name for each in fields(RunOptions) if each.metadata.get("pan
 @click.command(cls=CommandOfARun, context_settings=WITH_OTHER_FLAGS)
 @click.pass_context
 @take_options("run", RunOptions, [*_MOST_USED, "host_memory"])
-@take_options("answer", AnswerOptions, ["verbose"])
+@click.option(
+    "--verbose", cls=PanelOption, panel=MOST_USED, is_flag=True, help="List the checks that passed, too."
+)
 @take_as_json
-def check(context: click.Context, run: RunOptions, answer: AnswerOptions, as_json: bool) -> None:
+def check(context: click.Context, run: RunOptions, verbose: bool, as_json: bool) -> None:
     """Check this machine, and with --model a run, before you launch it.
 
     You can add all options of `trainer-plugins plan` that describe a run, and all flags of
@@ -45,9 +47,6 @@ def check(context: click.Context, run: RunOptions, answer: AnswerOptions, as_jso
     Exit codes: 0 no findings, 1 warnings, 3 errors that will end the run, 2 bad input.
     """
     with refuse_bad_input(ConfigError, PlanError):
-        for name, value in asdict(answer).items():
-            if value and name != "verbose":
-                raise PlanError(f"--{name.replace('_', '-')} is for `trainer-plugins plan`")
         command = command_in(context.args)
         if command and run.model is None:
             with interrupt_by_any_signal():
@@ -59,5 +58,5 @@ def check(context: click.Context, run: RunOptions, answer: AnswerOptions, as_jso
     if as_json:
         print_json("check", checklist)
     else:
-        show(check_report(checklist, answer.verbose))
+        show(check_report(checklist, verbose))
     raise SystemExit(_EXIT_CODES[checklist.worst])

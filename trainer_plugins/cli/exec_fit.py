@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TextIO
 
 from trainer_plugins.check.gather_here import gather_here
-from trainer_plugins.check.machine import cards_in_use
+from trainer_plugins.check.machine import cards_in_use, fullest_card
 from trainer_plugins.drycuda.dry_run import DryRun
 from trainer_plugins.drycuda.dry_search import Variations
 from trainer_plugins.drycuda.wall import Allowed
@@ -121,20 +121,17 @@ def _choose_cards(gpu: str | None, num_gpus: int | None) -> tuple[Card, int]:
         PlanError: no card is named, and none is visible.
     """
     facts = gather_here(os.environ)
-    found = [
-        replace(
-            make_card(each.name, each.reading.total_bytes),
-            capacity_bytes=each.reading.free_bytes,
-            capability=each.capability or (9, 0),
-            guess="",
-        )
-        for each in cards_in_use(facts)
-        if each.reading is not None
-    ]
-    number = num_gpus or max(1, len(found))
+    number = num_gpus or max(1, len(cards_in_use(facts)))
     if gpu is not None:
         return add_measured_context(card_of(gpu)), number
-    if not found:
+    if (found := fullest_card(facts)) is None:
         why = facts.driver_trouble or facts.no_cards or "no card is visible"
         raise PlanError(f"name the card with --gpu: {why}")
-    return add_measured_context(min(found, key=lambda card: card.capacity_bytes)), number
+    here, reading = found
+    card = replace(
+        make_card(here.name, reading.total_bytes),
+        capacity_bytes=reading.free_bytes,
+        capability=here.capability or (9, 0),
+        guess="",
+    )
+    return add_measured_context(card), number
