@@ -96,6 +96,15 @@ def test_the_users_own_is_kept(make_trainer, own) -> None:
     assert kinds(trainer) == [DefaultFlowCallback, *ALL[:8], *behind]
 
 
+def test_ours_gives_way_to_one_that_is_added_later(make_trainer) -> None:
+    trainer, mine = make_trainer(), MemoryWatchdog(every_steps=2)
+    protect(trainer, "observe")
+    trainer.add_callback(mine)
+
+    callbacks = trainer.callback_handler.callbacks
+    assert [each for each in callbacks if isinstance(each, MemoryWatchdog)] == [mine]
+
+
 def test_ours_stand_before_the_trackers(make_trainer) -> None:
     trainer = make_trainer(report_to="tensorboard")
 

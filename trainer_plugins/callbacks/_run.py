@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar
 from uuid import uuid4
-from weakref import ref
 
 from torch import nn
 from transformers import Trainer, TrainerCallback
@@ -41,7 +40,6 @@ class RunCallback(TrainerCallback):
         self._given_device, self._given_timeline = device, timeline
         self._number = uuid4().int  # shared with copies, for which `id` would differ
         self._has_failed = False
-        self._users_own: Callable[[], list[TrainerCallback]] = list
         wrap_once("train", RunCallback, _end_if_it_raises)
         self.reset()
 
@@ -130,19 +128,8 @@ class RunCallback(TrainerCallback):
                 self._has_failed = True
                 logger.exception("%s failed; training continues (logged once)", type(self).__name__)
 
-    def note_insertion(
-        self, handler: CallbackHandler, was_given: Callable[[TrainerCallback], bool]
-    ) -> None:
-        """Mark this callback as inserted by us, so that it yields to the user's own."""
-        known = ref(handler)
-        self._users_own = lambda: [
-            one for one in getattr(known(), "callbacks", []) if not was_given(one)
-        ]
-
     def is_second(self, state: HfState) -> bool:
         """Return whether another callback of this class takes precedence: each would see half."""
-        if any(isinstance(one, type(self)) for one in self._users_own()):
-            return True
         # All callbacks of a run share the state, and attributes beside its fields are never saved.
         name, callbacks = type(self).__name__, vars(state).setdefault("_memory_callbacks", {})
         numbers = callbacks.setdefault(name, [])
@@ -166,7 +153,7 @@ class RunCallback(TrainerCallback):
     def __getstate__(self) -> dict[str, object]:
         """Return the state for a copy, which belongs to no Trainer and no run."""
         copy = object.__new__(type(self))
-        copy.__dict__.update(self.__dict__, _users_own=list)
+        copy.__dict__.update(self.__dict__)
         copy.reset()
         return copy.__dict__
 

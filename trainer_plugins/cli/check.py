@@ -29,7 +29,11 @@ _MOST_USED = [each.name for each in fields(RunOptions) if each.metadata.get("pan
 @click.pass_context
 @take_options("run", RunOptions, [*_MOST_USED, "host_memory"])
 @click.option(
-    "--verbose", cls=PanelOption, panel=MOST_USED, is_flag=True, help="List the checks that passed, too."
+    "--verbose",
+    cls=PanelOption,
+    panel=MOST_USED,
+    is_flag=True,
+    help="List the passed checks.",
 )
 @take_as_json
 def check(context: click.Context, run: RunOptions, verbose: bool, as_json: bool) -> None:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from operator import is_
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from trainer_plugins._site import trainer_plugins_on_import as on_import
@@ -61,10 +61,11 @@ def protect(
 
 def insert(trainer: "Trainer", callbacks: "Iterable[TrainerCallback]") -> "list[TrainerCallback]":
     """Insert the callbacks whose class the Trainer lacks, call their `on_init_end`, return them."""
-    from transformers import DefaultFlowCallback
+    from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
-    from trainer_plugins.callbacks._run import RunCallback
+    from trainer_plugins.callbacks._run import wrap_once
 
+    wrap_once("add_callback", CallbackHandler, _give_way, CallbackHandler)
     present = trainer.callback_handler.callbacks
     kinds = [type(other) for other in present]
     missing = [each for each in callbacks if not any(_same_kind(type(each), k) for k in kinds)]
@@ -72,14 +73,26 @@ def insert(trainer: "Trainer", callbacks: "Iterable[TrainerCallback]") -> "list[
     behind = flow[0] + 1 if flow else 0
     for each in missing:
         _inserted[id(each)] = ref(each, functools.partial(_inserted.pop, id(each)))
-        if isinstance(each, RunCallback):
-            each.note_insertion(trainer.callback_handler, was_inserted)
     # Not by `add_callback`: that adds them last, after the trackers, and a subclass may refuse.
     present[behind:behind] = missing
     for each in missing:
         each.on_init_end(trainer.args, trainer.state, trainer.control, model=trainer.model)
     report(TRAINER)
     return missing
+
+
+def _give_way(add: Callable[..., None], handler: Any, callback: Any) -> None:
+    """Add a user's callback; ours of its class give way to it, unless they are at work."""
+    from trainer_plugins.upkeep.generation import inside_training
+
+    kind = callback if isinstance(callback, type) else type(callback)
+    if not inside_training():
+        handler.callbacks[:] = [
+            each
+            for each in handler.callbacks
+            if not (was_inserted(each) and _same_kind(type(each), kind))
+        ]
+    add(handler, callback)
 
 
 def was_inserted(callback: "TrainerCallback") -> bool:
@@ -107,11 +120,10 @@ class _State:
     says_at_exit = False
     has_failed = False
     num_built = 0
+    wrapper: "Callable[..., None] | None" = None  # ours, around `Trainer.__init__`
 
 
 _state = _State()
-# Name of a method of Trainer -> our wrapper around it.
-_wrappers: dict[str, Callable[..., object]] = {}
 
 
 def attach(preset: str = DEFAULT_PRESET, **options: Option) -> None:
@@ -146,11 +158,10 @@ def detach() -> None:
     If other code has wrapped it since, our wrapper stays, and does nothing.
     """
     _state.make = None
-    if (trainer := _trainer_class()) is not None:
-        for name, ours in list(_wrappers.items()):
-            if vars(trainer)[name] is ours:
-                before = _wrappers.pop(name).__wrapped__  # type: ignore[attr-defined]
-                setattr(trainer, name, before)
+    trainer, ours = _trainer_class(), _state.wrapper
+    if trainer is not None and ours is not None and vars(trainer)["__init__"] is ours:
+        trainer.__init__ = inspect.getattr_static(ours, "__wrapped__")
+        _state.wrapper = None
 
 
 def attached(preset: str = DEFAULT_PRESET, **options: Option) -> AbstractContextManager[None]:
@@ -219,14 +230,11 @@ def _wrap() -> None:
     trainer = _trainer_class()
     if trainer is None or _state.make is None:
         return
-    for name, around in (("__init__", _around_init), ("add_callback", _around_add_callback)):
-        method = getattr(trainer, name)
-        ours = _wrappers.get(name)
-        if ours is None or inspect.unwrap(method, stop=functools.partial(is_, ours)) is not ours:
-            if name == "__init__":
-                _warn_of_those_built(trainer)
-            _wrappers[name] = on_import.hide_from_warnings(around(method))
-            setattr(trainer, name, _wrappers[name])
+    init, ours = vars(trainer)["__init__"], _state.wrapper
+    if ours is None or inspect.unwrap(init, stop=functools.partial(is_, ours)) is not ours:
+        _warn_of_those_built(trainer)
+        _state.wrapper = on_import.hide_from_warnings(_around_init(init))
+        trainer.__init__ = _state.wrapper
 
 
 def _around_init(init: Callable[..., None]) -> Callable[..., None]:
@@ -245,23 +253,6 @@ def _around_init(init: Callable[..., None]) -> Callable[..., None]:
         return None
 
     return __init__
-
-
-def _around_add_callback(add: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(add)
-    def add_callback(self: "Trainer", callback: "type[TrainerCallback] | TrainerCallback") -> None:
-        if _state.make is not None and not getattr(self, "is_in_train", False):
-            kind = callback if isinstance(callback, type) else type(callback)
-            present = self.callback_handler.callbacks
-            # Ours gives way to the user's.
-            present[:] = [
-                each
-                for each in present
-                if not (was_inserted(each) and _same_kind(type(each), kind))
-            ]
-        add(self, callback)
-
-    return add_callback
 
 
 @contextmanager
