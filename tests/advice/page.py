@@ -26,9 +26,8 @@ HEAD = """# Every remedy, with its price
 
 You find here every remedy that a message of this package suggests: how you type it, its effect, and
 its price in italics. [`explain`](explain.md) and [`plan`](plan.md) tell you which one your run needs
-first. "Other result" means that your run computes something else than before; with all others your
-result stays the same, except for rounding. Replace the words in capitals. In Python,
-`--optim adafactor` is `optim="adafactor"`. transformers 5.23
+first. If a remedy changes the result of your run, its price says how. Replace the words in
+capitals. In Python, `--optim adafactor` is `optim="adafactor"`. transformers 5.23
 [renamed](versions.md#what-is-supported) `gradient_checkpointing`: messages use the name that your
 version wants.
 """
@@ -53,8 +52,7 @@ def lines(entries: list[Advice]) -> list[str]:
     """One line for each effect and price, with all entries that have both."""
     typed: dict[str, list[str]] = {}
     for each in entries:
-        price = "; ".join(filter(None, [each.price, "" if each.keeps_result else "other result"]))
-        what = f"{each.effect}. *{price}*" if price else each.effect
+        what = f"{each.effect}. *{each.price}*" if each.price else each.effect
         typed.setdefault(what, []).append(spellings(each))
     return [f"- {', '.join(flags)}: {effect}" for effect, flags in typed.items()]
 

@@ -40,7 +40,6 @@ class Advice:
     effect: str  # one clause: "only the inputs of layers are kept for the backward pass"
     price: str = ""  # its cost; empty if none
     only_on: tuple[str, ...] = ()  # vendors whose cards it applies to; empty for all
-    keeps_result: bool = True  # whether the result stays the same, except for rounding
     unfilled: str = ""  # the text for its first door if the values are unknown
     trainer: str = ""
     arguments: str = ""

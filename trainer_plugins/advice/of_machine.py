@@ -75,7 +75,6 @@ OTHER_CARD = Advice(
 )
 ONE_CARD = Advice(
     effect="uses one card, with per_device_train_batch_size rows in all, not as many on each",
-    keeps_result=False,
     environment="CUDA_VISIBLE_DEVICES=0",
     shell="CUDA_VISIBLE_DEVICES=0 COMMAND",
 )
@@ -134,7 +133,6 @@ LARGER_ENGINE_SHARE = replace(
 SHORTER_REQUESTS = Advice(
     effect="limits requests to the longest that the KV cache can hold now",
     price="longer requests are refused",
-    keeps_result=False,
     trl="--vllm_max_model_length LENGTH",
     vllm="--max-model-len LENGTH",
 )
@@ -280,6 +278,5 @@ BACK_TO_WHAT_FITTED = Advice(
 STREAM_THE_DATA = Advice(
     effect="samples are read when a step needs them, instead of all before the first",
     price="the number of steps has to be given, and rows are shuffled in a buffer",
-    keeps_result=False,
     code="datasets.load_dataset(..., streaming=True)",
 )

@@ -31,7 +31,6 @@ OUTPUTS_TO_MAIN_MEMORY = Advice(
 )
 LOSS_ONLY = Advice(
     effect="keeps no logits; the evaluation reports only the loss",
-    keeps_result=False,
     trainer="--prediction_loss_only True",
 )
 NO_GRAD = Advice(
@@ -46,14 +45,12 @@ METRICS_ON_CPU = Advice(
 SHORTER_ANSWERS = Advice(
     effect="keeps fewer tokens in the KV cache",
     price="shorter answers",
-    keeps_result=False,
     trainer="--generation_max_length LENGTH",
     unfilled="--generation_max_length 256",
 )
 FEWER_BEAMS = Advice(
     effect="shrinks the KV cache, which grows with the number of beams",
     price="a narrower search",
-    keeps_result=False,
     trainer="--generation_num_beams 1",
 )
 OFFLOADED_CACHE = Advice(
@@ -143,7 +140,6 @@ RESUME_GUARD = Advice(
 RESUME_WITHOUT_STATES = Advice(
     effect="skips loading the states on top of those on the card",
     price="the optimizer starts from scratch",
-    keeps_result=False,
     shell="rm CHECKPOINT/optimizer.pt",
 )
 LOAD_ON_ONE_RANK = Advice(
@@ -191,7 +187,6 @@ BF16_CHECKPOINT = Advice(
 QUANTISED_EXPERTS = Advice(
     effect="also quantises experts, which transformers 5 stores as one tensor",
     price="other code; transformers 4 lacks newer models",
-    keeps_result=False,
     code="quantize_moe_experts: true   # in the YAML of axolotl",
     shell='pip install "transformers<5"   # Mixtral, Qwen3-MoE, GLM-4.5: experts are layers there',
 )

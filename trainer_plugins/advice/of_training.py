@@ -50,7 +50,6 @@ REDUCED_EACH_TIME = Advice(
 SHORTER_ROWS = Advice(
     effect="cuts longer rows there (SFTConfig, or your tokenizer's max_length)",
     price="the end of long rows is lost",
-    keeps_result=False,
     trl="--max_length LENGTH",
     arguments="max_length=LENGTH",
     code="halve the maximum length (max_length)",
@@ -66,7 +65,6 @@ GROUP_BY_LENGTH = Advice(
     effect="puts the longest rows first, so an OOM happens in the first steps or not at all"
     " (transformers 4: --group_by_length True)",
     price="rows come in another order",
-    keeps_result=False,
     trainer="--train_sampling_strategy group_by_length",
 )
 LIGER = Advice(
@@ -91,13 +89,11 @@ FLASH_ATTENTION = Advice(
 FEWER_PATCHES = Advice(
     effect="limits a picture to 512 patches in Qwen-VL; attention grows with their square",
     price="less detail",
-    keeps_result=False,
     code="AutoProcessor.from_pretrained(..., max_pixels=512 * 28 * 28)",
 )
 FEWER_FRAMES = Advice(
     effect="samples fewer frames of each video; their tokens shrink with them",
     price="less of the video",
-    keeps_result=False,
     code='{"type": "video", "video": ..., "nframes": 16, "max_pixels": 128 * 28 * 28}',
 )
 FUSED_ADAMW = Advice(
@@ -110,28 +106,24 @@ FUSED_ADAMW = Advice(
 EIGHT_BIT_ADAMW = Advice(
     effect="shrinks optimizer states from 8 to 2 bytes per parameter",
     price="needs bitsandbytes; states are rounded to 8 bits",
-    keeps_result=False,
     trainer="--optim adamw_bnb_8bit",
     code="bitsandbytes.optim.AdamW8bit(...)",
 )
 ADAFACTOR = Advice(
     effect="shrinks optimizer states to a row and a column for each weight",
     price="another optimizer: you may have to tune the learning rate",
-    keeps_result=False,
     trainer="--optim adafactor",
     code="torch.optim.Adafactor(...)",
 )
 HALF_PRECISION_WEIGHTS = Advice(
     effect="shrinks weights to 2 bytes per parameter; transformers 4 defaults to 4 (float32)",
     price="weights are rounded: train an adapter, or keep a float32 copy elsewhere",
-    keeps_result=False,
     code="from_pretrained(..., dtype=torch.bfloat16)",
     plan="--dtype bfloat16",
 )
 FOUR_BITS = Advice(
     effect="shrinks weights to about 0.6 bytes per parameter, except experts stored as one tensor",
     price="you train an adapter on rounded weights; needs bitsandbytes and peft",
-    keeps_result=False,
     trl="--load_in_4bit True --use_peft True",
     code="from_pretrained(..., quantization_config=BitsAndBytesConfig(load_in_4bit=True))",
     plan="--load-in-4bit --bnb-4bit-quant-type nf4 --bnb-4bit-compute-dtype bfloat16",
@@ -143,14 +135,12 @@ UNPREPARED = Advice(
     price=spell(
         "norms compute in 16 bits; pass --gradient_checkpointing True, which it had switched on"
     ),
-    keeps_result=False,
     code="leave out prepare_model_for_kbit_training(model)",
     plan="--no-prepare-kbit",
 )
 ADAPTER = Advice(
     effect="limits gradients and optimizer states to an adapter",
     price="you train an adapter instead of the weights",
-    keeps_result=False,
     trl="--use_peft True --lora_r 16 --lora_target_modules all-linear",
     code='model = peft.get_peft_model(model, peft.LoraConfig(r=16, target_modules="all-linear"))',
     plan="--lora-r 16 --lora-target all-linear",
@@ -164,7 +154,6 @@ PRECOMPUTED_REFERENCE = Advice(
 SECOND_MODEL_IN_16_BITS = Advice(
     effect="halves a second, frozen model that is in float32",
     price="its outputs are rounded",
-    keeps_result=False,
     code="PLACE.to(torch.bfloat16)",
 )
 STREAM_BASE = Advice(
@@ -183,7 +172,6 @@ MERGE_IN_MAIN_MEMORY = Advice(
 NO_DORA = Advice(
     effect="avoids the full delta that DoRA needs in each forward pass",
     price="another adapter",
-    keeps_result=False,
     code="LoraConfig(..., use_dora=False)",
 )
 NEWER_PEFT = Advice(
@@ -193,7 +181,6 @@ NEWER_PEFT = Advice(
 NO_EXPERTS = Advice(
     effect="adapts attention and dense layers only: linear layers need no delta, experts do",
     price="another adapter",
-    keeps_result=False,
     code="LoraConfig(..., target_modules=[...], target_parameters=None)",
 )
 SHARD_THE_RUN = Advice(
