@@ -76,11 +76,5 @@ class Preflight(RunCallback):
             else:
                 refuses = any_rank(refuses, args.ddp_timeout, if_unknown=refuses)
             if refuses:
-                raise PreflightError(refusal(mine))
-
-
-def refusal(mine: list[Finding]) -> str:
-    """Explain a refusal by this rank's findings, or point to another rank's."""
-    if not mine:
-        return "the training is refused before step 1: another rank found why; read its log"
-    return "the training is refused before step 1:\n" + "\n".join(f"  {each}" for each in mine)
+                why = [f"\n  {each}" for each in mine] or [" another rank found why; read its log"]
+                raise PreflightError(f"the training is refused before step 1:{''.join(why)}")

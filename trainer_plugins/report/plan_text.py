@@ -21,7 +21,7 @@ from trainer_plugins.units import MIB, count_in_words, percent, size
 _MUCH_MAIN_MEMORY = 4 << 30  # a change that takes this much more says so
 _SHOWN = ("batch", "length", "dtype", "checkpointing", "card")  # the parts of `planned` to show
 _SHOWN_BYTES = MIB / 20  # smaller sizes would show as 0.0 MiB
-_WHEN: Mapping[Moment, str] = {
+WHEN: Mapping[Moment, str] = {
     "load": "while loading",
     "forward": "in the forward pass",
     "backward": "in the backward pass",
@@ -91,11 +91,11 @@ def verdict(plan: MemoryPlan) -> str:
 
 def _verdict_of_card(plan: MemoryPlan) -> str:
     if plan.capacity_bytes is None or plan.margin_bytes is None:
-        return f"Needs {size(plan.allocated_peak_bytes)}, {say_when(plan.moment)}"
+        return f"Needs {size(plan.allocated_peak_bytes)}, {WHEN[plan.moment]}"
     named = plan.gpu or "the card"
     card = named if named[0].isdigit() else f"{named} ({size(plan.capacity_bytes)})"
     if plan.fits_card:
-        return f"Fits on {card}: {size(plan.margin_bytes)} to spare, {say_when(plan.moment)}"
+        return f"Fits on {card}: {size(plan.margin_bytes)} to spare, {WHEN[plan.moment]}"
     short = f"{size(-plan.margin_bytes)} short"
     if plan.smallest_card_bytes is None:  # reserved includes a cache, which a full card flushes
         live_short = plan.allocated_peak_bytes + plan.context_bytes - plan.capacity_bytes
@@ -104,7 +104,7 @@ def _verdict_of_card(plan: MemoryPlan) -> str:
             short = f"no contiguous {size(piece)} free"
         elif 2 * live_short < -plan.margin_bytes:
             short = f"at least {size(live_short)} short"
-    return f"Does not fit on {card}: {short}, {say_when(plan.moment)}"
+    return f"Does not fit on {card}: {short}, {WHEN[plan.moment]}"
 
 
 def name_largest(plan: MemoryPlan) -> str:
@@ -185,11 +185,6 @@ def _weights_alone(plan: MemoryPlan) -> list[str]:
     return [f"The loaded model alone takes {size(loaded)}: a smaller batch cannot help"]
 
 
-def say_when(moment: Moment) -> str:
-    """Return the words that end a sentence with a moment: "in the backward pass"."""
-    return _WHEN[moment]
-
-
 def describe_planned(plan: MemoryPlan) -> str:
     """Describe the planned run in one line, without the command."""
     return _list({name: text for name, text in plan.planned.items() if name != "command"})
@@ -267,7 +262,7 @@ def _tensors(plan: MemoryPlan) -> Table:
     table = plain_table("largest at the peak", "", "made by", left=("made by",))
     for group in plan.groups_at_peak:
         times = f" x {group.count}" if group.count > 1 else ""
-        made_by = f"{group.operation} {say_when(group.moment)}"
+        made_by = f"{group.operation} {WHEN[group.moment]}"
         table.add_row(words_of(group), f"{size(group.num_bytes)}{times}", made_by)
     return table
 

@@ -11,7 +11,7 @@ from trainer_plugins.planner.compare.lines import SearchLine, SearchResult
 from trainer_plugins.planner.compare.saved import Saved
 from trainer_plugins.planner.plan import MemoryPlan
 from trainer_plugins.report.page import plain_table, size_or_blank
-from trainer_plugins.report.plan_text import name_largest, say_when
+from trainer_plugins.report.plan_text import WHEN, name_largest
 from trainer_plugins.units import GIB, size
 
 
@@ -120,5 +120,5 @@ def changes_report(plan: MemoryPlan, saved: Sequence[Saved]) -> RenderableType:
         )
     allocated, reserved = size(plan.allocated_peak_bytes), size(plan.reserved_peak_bytes)
     heading = f"The run as it is: allocated {allocated}, reserved {reserved}. Each switch alone:"
-    filled = Text(f"The peak, {say_when(plan.moment)}: {name_largest(plan)}")
+    filled = Text(f"The peak, {WHEN[plan.moment]}: {name_largest(plan)}")
     return Group(Text(heading, style="bold"), table, filled)

@@ -7,13 +7,7 @@ from itertools import groupby
 from trainer_plugins.planner.plan import MemoryPlan, Moment
 from trainer_plugins.report.html.chart import Chart, Dot, Span, areas_of_card, colour_of, draw_limit
 from trainer_plugins.report.html.page import Page, page
-from trainer_plugins.report.plan_text import (
-    describe_planned,
-    details,
-    host_verdict,
-    say_when,
-    verdict,
-)
+from trainer_plugins.report.plan_text import WHEN, describe_planned, details, host_verdict, verdict
 from trainer_plugins.units import size
 
 _OF_A_STEP = ("forward", "backward", "optimizer step")
@@ -30,7 +24,7 @@ def plan_page(plan: MemoryPlan) -> Page:
         "plan.html.jinja",
         {"charts": {} if chart is None else {chart.name: asdict(chart)}},
         plan=plan,
-        say_when=say_when,
+        when=WHEN,
         verdict=verdict(plan),
         details=details(plan),
         host=host_verdict(plan),
@@ -69,7 +63,7 @@ def plan_chart(plan: MemoryPlan) -> Chart | None:
     numbers = {moment: number for number, moment in enumerate(plan.moments, start=1)}
     return Chart(
         name="plan",
-        title=f"{size(plan.allocated_peak_bytes)} in tensors at the peak, {say_when(plan.moment)}",
+        title=f"{size(plan.allocated_peak_bytes)} in tensors at the peak, {WHEN[plan.moment]}",
         pixels=260,
         axis="moments",
         top=top,

@@ -18,13 +18,7 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trainer_plugins.compiled import (
-    CompileError,
-    cache_folder,
-    compile_once,
-    fingerprint,
-    plain_compiler,
-)
+from trainer_plugins.compiled import cache_folder, compile_once, fingerprint, plain_compiler
 from trainer_plugins.units import GIB, MIB
 
 __all__ = ["ScriptedNvml", "unavailable_reason"]
@@ -263,16 +257,11 @@ class ScriptedNvml:
 
 
 def build() -> Path:
-    """Compile the library if necessary and return its path; RuntimeError has cc's output."""
+    """Compile the library if necessary and return its path; RuntimeError names cc's output."""
     name = fingerprint(SOURCE.read_bytes(), *COMPILER_FLAGS)
     library = cache_folder().absolute() / f"nvml-{name}" / LIBRARY
     compiler = plain_compiler("cc")
     if not compiler and not library.exists():
         raise RuntimeError(unavailable_reason())
     command = [*compiler, *COMPILER_FLAGS, str(SOURCE)]
-    try:
-        return compile_once(library, command, _TIMEOUT_SECONDS)
-    except CompileError as error:
-        raise RuntimeError(
-            f"could not compile the scripted NVML: {error}\n{error.output}"
-        ) from error
+    return compile_once(library, command, _TIMEOUT_SECONDS)
