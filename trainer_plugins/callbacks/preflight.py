@@ -13,9 +13,6 @@ from trainer_plugins.upkeep.agreement import RollCall, any_rank
 
 logger = logging.getLogger(__name__)
 
-# For each value of `refuse_on`, the lowest severity that refuses a run.
-LIMITS = {"error": Severity.ERROR, "warning": Severity.WARNING}
-
 
 class PreflightError(RuntimeError):
     """The run was refused before its first step."""
@@ -48,7 +45,7 @@ class Preflight(RunCallback):
         device: Device | None = None,
         timeline: Timeline | None = None,
     ) -> None:
-        if refuse_on is not None and refuse_on not in LIMITS:
+        if refuse_on not in ("error", "warning", None):
             raise ValueError(f"refuse_on is error, warning or None, got {refuse_on!r}")
         super().__init__(device, timeline)
         self.refuse_on = refuse_on
@@ -69,7 +66,8 @@ class Preflight(RunCallback):
                 if args.process_index == 0 or finding.severity >= Severity.ERROR:
                     logger.log(finding.severity, "%s", finding)
         if self.refuse_on is not None:
-            mine = [each for each in found if each.severity >= LIMITS[self.refuse_on]]
+            least = Severity[self.refuse_on.upper()]
+            mine = [each for each in found if each.severity >= least]
             refuses = bool(mine)
             if missing := roll.missing():
                 logger.warning("Preflight refuses on single ranks only: %s", missing)

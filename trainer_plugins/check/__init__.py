@@ -48,26 +48,25 @@ class Checklist:
 def judge(facts: Facts) -> Checklist:
     """Run every check whose facts are known. Takes milliseconds, and never raises."""
     groups: dict[str, tuple[CheckLine, ...]] = {}
+    failed = [*facts.failed]
     for name, checks in _GROUPS:
-        lines = [line for check in checks if (line := _line(check, facts)) is not None]
+        lines = [line for check in checks if (line := _line(check, facts, failed)) is not None]
         if lines:
             groups[name] = tuple(lines)
-    if facts.failed:
-        found = tuple(map(_report_failed_check, facts.failed))
+    if failed:
+        found = tuple(map(_report_failed_check, failed))
         groups["not checked"] = (CheckLine("not readable", "", found),)
     return Checklist(groups)
 
 
-def _line(check: Check, facts: Facts) -> CheckLine | None:
+def _line(check: Check, facts: Facts, failed: list[str]) -> CheckLine | None:
     """Run one check; if it fails, training and the other checks go on."""
     try:
         return check(facts)
     except Exception as error:
         logger.debug("a check failed", exc_info=True)
-        name = check.__name__.replace("_", " ")
-        return CheckLine(
-            name, "", (_report_failed_check(f"{name}: {type(error).__name__}: {error}"),)
-        )
+        failed.append(f"{check.__name__.replace('_', ' ')}: {type(error).__name__}: {error}")
+        return None
 
 
 def _report_failed_check(why: str) -> Finding:

@@ -10,12 +10,8 @@ from trainer_plugins.check import Checklist
 from trainer_plugins.check.facts import CheckLine
 from trainer_plugins.finding import Severity
 from trainer_plugins.printable import printable
-
-_MARKS = {
-    Severity.INFO: ("note", "cyan"),
-    Severity.WARNING: ("warning", "yellow"),
-    Severity.ERROR: ("error", "bold red"),
-}
+from trainer_plugins.report.page import STYLES
+from trainer_plugins.units import count_in_words
 
 
 def check_report(checklist: Checklist, verbose: bool = False) -> RenderableType:
@@ -36,19 +32,20 @@ def _rows(line: CheckLine) -> Iterator[tuple[Text, Text, Text]]:
     if not line.findings:
         yield Text("ok", style="green"), Text(line.name), Text(line.seen, style="dim")
     for number, finding in enumerate(line.findings):
-        word, style = _MARKS[finding.severity]
+        word = "note" if finding.severity is Severity.INFO else finding.severity.name.lower()
         text = Text(printable(f"{finding.summary} [{finding.code}]"))
         text.append(f"\n{printable(finding.evidence)}", style="dim")
         text.append(f"\n-> {printable(finding.remedy)}", style="cyan")
-        yield Text(word, style=style), Text("" if number else line.name), text
+        yield Text(word, style=STYLES[finding.severity]), Text("" if number else line.name), text
 
 
 def _total(checklist: Checklist) -> str:
     severities = [finding.severity for finding in checklist.findings]
-    counts = []
-    for word, severity in (("error", Severity.ERROR), ("warning", Severity.WARNING)):
-        if num := severities.count(severity):
-            counts.append(f"{num} {word}" if num == 1 else f"{num} {word}s")
+    counts = [
+        count_in_words(num, severity.name.lower())
+        for severity in (Severity.ERROR, Severity.WARNING)
+        if (num := severities.count(severity))
+    ]
     if not counts:
         return "No problems found."
     ends = "; an error ends the run" if checklist.worst is Severity.ERROR else ""
