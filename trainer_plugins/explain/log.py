@@ -11,7 +11,7 @@ from trainer_plugins.explain.answer import Explanation
 from trainer_plugins.explain.text.excerpt import Excerpt, find_oom
 from trainer_plugins.explain.text.explain import explain_excerpt
 from trainer_plugins.printable import printable
-from trainer_plugins.record.folder import output_dir_of, places_of_run, read_one
+from trainer_plugins.record.folder import output_dir_of, place_of_run, read_one
 
 # The message of `upkeep/post_mortem.py` about a record. We follow no other name found in a log.
 _NAMED = re.compile(
@@ -68,5 +68,5 @@ def _places(named: _NamedRecord, folder: Path) -> Iterator[tuple[Path, Path]]:
     """Yield possible paths of a record, each with its output_dir, which may hold the log."""
     for base in (folder, Path()):
         yield base / named.record, base / named.folder
-    for place in places_of_run(folder):
-        yield place / Path(named.record).name, output_dir_of(place)
+    place = place_of_run(folder)
+    yield place / Path(named.record).name, output_dir_of(place)

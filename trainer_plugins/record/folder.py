@@ -43,9 +43,10 @@ def output_dir_of(folder: Path) -> Path:
     return folder.parent if folder.name == NAME else folder
 
 
-def places_of_run(output_dir: Path) -> tuple[Path, Path]:
-    """Return the folders to read: a folder itself, in case it is ours, and our folder inside it."""
-    return output_dir, folder_of_run(output_dir)
+def place_of_run(output_dir: Path) -> Path:
+    """Return the folder to read: ours inside it, else the folder itself, such as a copy of ours."""
+    ours = folder_of_run(output_dir)
+    return ours if ours.is_dir() else output_dir
 
 
 def write_new(output_dir: Path, stem: str, value: object) -> Path:
@@ -72,7 +73,7 @@ def write_new(output_dir: Path, stem: str, value: object) -> Path:
 
 def read_all(output_dir: Path, stem: str, kind: type[T]) -> list[T]:
     """Read files of `write_new` by their stem (a regular expression), skipping damaged ones."""
-    paths = [path for place in places_of_run(output_dir) for path in sorted(place.glob("*.json"))]
+    paths = sorted(place_of_run(output_dir).glob("*.json"))
     ours = [path for path in paths if re.fullmatch(rf"(?:{stem})(?:-[0-9]+)?\.json", path.name)]
     return [value for path in ours if (value := read_one(path, kind)) is not None]
 

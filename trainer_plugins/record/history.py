@@ -4,12 +4,11 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from io import BufferedReader
-from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from trainer_plugins.printable import printable
-from trainer_plugins.record.folder import GONE, NAME, open_regular, places_of_run
+from trainer_plugins.record.folder import GONE, NAME, open_regular, place_of_run
 from trainer_plugins.record.timeline import (
     CUT_OFF,
     LONGEST_LINE_BYTES,
@@ -148,7 +147,7 @@ def has_failed(entries: Iterable[Entry]) -> bool:
 
 def read_history(run_dir: Path) -> History:
     """Read the timelines of all ranks of a folder. Raises ValueError if there are none."""
-    files = _list_files(run_dir, ".jsonl")
+    files = rank_files(run_dir)
     if not files:
         raise ValueError(
             f"{printable(run_dir)} has no memory/rank-*.jsonl: give the output_dir of a run that"
@@ -156,35 +155,28 @@ def read_history(run_dir: Path) -> History:
         )
     found: list[tuple[int, list[Entry]]] = []
     num_passed_over: dict[int, int] = {}
-    for rank, path in files:
+    for rank, path in files.items():
         runs, lines = RankRuns(), [*read_lines(path)]
-        num_passed_over[rank] = num_passed_over.get(rank, 0) + lines.count(None)
+        num_passed_over[rank] = lines.count(None)
         for line in lines:
             if line is not None:
                 runs.add(*line)
         found += [(rank, run) for run in runs.all]
-    cut_off = {rank for rank, path in files if path.with_suffix(CUT_OFF).exists()}
-    return History(_join_by_time(found), dict(files), num_passed_over, frozenset(cut_off))
+    cut_off = {rank for rank, path in files.items() if path.with_suffix(CUT_OFF).exists()}
+    return History(_join_by_time(found), files, num_passed_over, frozenset(cut_off))
 
 
-def rank_files(run_dir: Path) -> dict[int, Path]:
-    """Return the timeline files of a folder by rank, in order; if there are two, our folder's."""
-    return dict(_list_files(run_dir, ".jsonl"))
-
-
-def _list_files(run_dir: Path, suffix: str) -> list[tuple[int, Path]]:
-    """Return all such files by rank: those of a folder itself before those of our folder in it."""
-    found = (
-        (re.fullmatch(r"rank-(0|[1-9][0-9]*)", path.stem), path)
-        for place in places_of_run(run_dir)
-        for path in place.glob(f"memory/rank-*{suffix}")
-    )
-    return sorted(((int(match[1]), path) for match, path in found if match), key=itemgetter(0))
+def rank_files(run_dir: Path, suffix: str = ".jsonl") -> dict[int, Path]:
+    """Return the timeline files of a folder by rank, in order."""
+    paths = place_of_run(run_dir).glob(f"memory/rank-*{suffix}")
+    found = ((re.fullmatch(r"rank-(0|[1-9][0-9]*)", path.stem), path) for path in paths)
+    return dict(sorted((int(match[1]), path) for match, path in found if match))
 
 
 def first_that_ended(run_dir: Path, since_seconds: float) -> int | None:
     """Return the rank whose process ended first, as recorded by another rank; None if none did."""
-    found = [(path.stat().st_mtime, rank) for rank, path in _list_files(run_dir, GONE)]
+    gone = rank_files(run_dir, GONE).items()
+    found = [(path.stat().st_mtime, rank) for rank, path in gone]
     return min((rank for rank in found if rank[0] >= since_seconds), default=(0, None))[1]
 
 

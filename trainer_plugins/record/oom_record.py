@@ -8,7 +8,7 @@ from typing import Literal
 
 from trainer_plugins.oom import OutOfMemory
 from trainer_plugins.reading import MemoryReading
-from trainer_plugins.record.folder import from_json, places_of_run, read_all, read_json
+from trainer_plugins.record.folder import from_json, place_of_run, read_all, read_json
 from trainer_plugins.record.run_facts import RunFacts
 from trainer_plugins.record.shown import Frame, Process
 from trainer_plugins.record.timeline import Sample
@@ -148,9 +148,8 @@ class OomRecord:
 
 def refuse_damaged_records(folder: Path) -> None:
     """Raise ValueError, with the reason, for the first damaged record of a folder."""
-    for place in places_of_run(folder):
-        for path in sorted(place.glob("oom-rank*.json")):
-            open_oom_record(path)
+    for path in sorted(place_of_run(folder).glob("oom-rank*.json")):
+        open_oom_record(path)
 
 
 def read_oom_records(folder: Path) -> list[OomRecord]:
