@@ -180,44 +180,29 @@ def first_that_ended(run_dir: Path, since_seconds: float) -> int | None:
     return min((rank for rank in found if rank[0] >= since_seconds), default=(0, None))[1]
 
 
-class RunSplitter:
-    """Splits one rank's entries into runs: within a run steps never decrease."""
-
-    def __init__(self) -> None:
-        self._step = -1
-        self._is_under_way = False
-        self._begun: set[type[Entry]] = set()
-
-    def begins_run(self, entry: Entry) -> bool:
-        begins = isinstance(entry, Sample) and entry.moment == "begin"
-        is_beginning = begins or isinstance(entry, Beginning)
-        is_repeated = self._is_under_way or type(entry) in self._begun
-        is_next_run = entry.step < self._step or (is_beginning and is_repeated)
-        is_first = self._step < 0
-        if is_next_run:
-            self._is_under_way = False
-            self._begun.clear()
-        self._step = entry.step
-        if is_beginning:
-            self._begun.add(type(entry))
-        elif isinstance(entry, (Flush, Sample)):
-            self._is_under_way = True
-        return is_next_run or is_first
-
-
 class RankRuns:
-    """Divides the entries of one rank into runs, as they come; each process has its own."""
+    """Divides the entries of one rank into runs, as they come: within a run steps never decrease.
+
+    Each process has its own runs.
+    """
 
     def __init__(self) -> None:
         self.all: list[list[Entry]] = []
-        self._processes: dict[str, tuple[RunSplitter, list[Entry]]] = {}
+        self._latest: dict[str, tuple[list[Entry], set[type[Entry]]]] = {}
 
     def add(self, process: str, entry: Entry) -> None:
-        splitter, run = self._processes.get(process, (RunSplitter(), []))
-        if splitter.begins_run(entry):
-            run = []
+        run, seen = self._latest.get(process, ([], set()))
+        begins = isinstance(entry, Sample) and entry.moment == "begin"
+        is_beginning = begins or isinstance(entry, Beginning)
+        is_repeated = is_beginning and not seen.isdisjoint({type(entry), Flush})
+        if not run or entry.step < run[-1].step or is_repeated:
+            run, seen = [], set()
             self.all.append(run)
-            self._processes[process] = splitter, run
+            self._latest[process] = run, seen
+        if is_beginning:
+            seen.add(type(entry))
+        elif isinstance(entry, (Flush, Sample)):
+            seen.add(Flush)  # it is under way: a second beginning is another run's
         run.append(entry)
 
 
