@@ -49,14 +49,13 @@ PRESETS = (
 
 def preset(name: str) -> Preset:
     """Return a built-in or an installed package's preset, or raise ValueError."""
-    for ours in PRESETS:
-        if ours.name == name:
-            return ours
+    if (ours := next((each for each in PRESETS if each.name == name), None)) is not None:
+        return ours
     from importlib.metadata import entry_points
 
     offered = entry_points(group=GROUP)
     if name not in offered.names:
-        names = [ours.name for ours in PRESETS] + sorted(offered.names)
+        names = [each.name for each in PRESETS] + sorted(offered.names)
         raise ValueError(
             f"there is no preset {name!r}.{nearest(name, names)} Known presets: {', '.join(names)}"
         )

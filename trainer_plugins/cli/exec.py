@@ -25,7 +25,6 @@ from trainer_plugins.printable import printable
 
 _PROG = "trainer-plugins exec"
 _ASK = "--fit-ask"
-_OF_FIT = ("--gpu", "--num-gpus", "--may", "--allow-writes", "--allow-network")
 _DOES_NOT_FIT, _NOT_EXECUTABLE, _NOT_FOUND = 3, 126, 127
 
 
@@ -104,7 +103,7 @@ def exec(
     if fit or fit_ask:
         given = {"preset": "survive", **given}
     elif how != FitOptions():
-        refuse(_PROG, f"{', '.join(_OF_FIT[:-1])} and {_OF_FIT[-1]} need --fit")
+        refuse(_PROG, "--gpu, --num-gpus, --may, --allow-writes and --allow-network need --fit")
     settings = _settings(given, with_vllm=vllm or _asks_for_vllm(words))
     if fit or fit_ask:
         from trainer_plugins.cli import exec_fit

@@ -179,8 +179,6 @@ def _adapter(options: RunOptions) -> dict[str, object] | None:
 def _read_adapter(given: str) -> dict[str, object]:
     try:
         content = json.loads(given if given.lstrip().startswith("{") else Path(given).read_text())
-    except OSError as error:
-        raise PlanError(f"--peft-config: {given}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise PlanError(f"--peft-config: {given} is not JSON: {error}") from error
     if not isinstance(content, dict):
@@ -191,10 +189,7 @@ def _read_adapter(given: str) -> dict[str, object]:
 def _lengths_in(text: str | None) -> list[int]:
     if text is None:
         return []
-    try:
-        found = [int(part) for part in text.split(",")]
-    except ValueError:
-        found = []
-    if not found or min(found) < 1:
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() and int(part) for part in parts):
         raise PlanError(f"--search-lengths needs numbers of tokens, as in 1024,2048, got {text!r}")
-    return sorted(dict.fromkeys(found))
+    return sorted({*map(int, parts)})

@@ -10,7 +10,6 @@ from rich.text import Text
 
 from trainer_plugins.finding import Severity
 from trainer_plugins.printable import printable
-from trainer_plugins.units import size
 
 STYLES = {Severity.INFO: "cyan", Severity.WARNING: "yellow", Severity.ERROR: "red"}
 
@@ -41,11 +40,6 @@ def plain_table(first: str, *others: str, left: Container[str] = ()) -> Table:
 def to_paste(line: str) -> Text:
     """Build a line that never wraps, so that you can copy it."""
     return Text(line, no_wrap=True, overflow="ignore")
-
-
-def size_or_blank(num_bytes: int | None) -> str:
-    """Render a size; an unknown one is blank."""
-    return "" if num_bytes is None else size(num_bytes)
 
 
 def _parts(page: RenderableType) -> Iterator[RenderableType]:

@@ -10,7 +10,7 @@ from trainer_plugins.planner.calibrate import Calibration
 from trainer_plugins.planner.compare.lines import SearchLine, SearchResult
 from trainer_plugins.planner.compare.saved import Saved
 from trainer_plugins.planner.plan import MemoryPlan
-from trainer_plugins.report.page import plain_table, size_or_blank
+from trainer_plugins.report.page import plain_table
 from trainer_plugins.report.plan_text import WHEN, name_largest
 from trainer_plugins.units import GIB, size
 
@@ -110,11 +110,10 @@ def changes_report(plan: MemoryPlan, saved: Sequence[Saved]) -> RenderableType:
     numbers = ("allocated saved", "reserved saved", "nvidia-smi then", "fits then")
     table = plain_table("switch", *numbers, "with", left=("with",))
     for each in saved:
+        sizes = (each.allocated_saved_bytes, each.reserved_saved_bytes, each.nvidia_smi_peak_bytes)
         table.add_row(
             each.change,
-            size_or_blank(each.allocated_saved_bytes),
-            size_or_blank(each.reserved_saved_bytes),
-            size_or_blank(each.nvidia_smi_peak_bytes),
+            *("" if num_bytes is None else size(num_bytes) for num_bytes in sizes),
             {True: "yes", False: "no", None: ""}[each.fits],
             each.reason or each.how,
         )

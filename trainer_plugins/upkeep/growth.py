@@ -18,7 +18,7 @@ from transformers import Trainer
 from trainer_plugins.finding import Finding
 from trainer_plugins.launch.gather_run_facts import try_read
 from trainer_plugins.upkeep.frames import batch_of, drop_variables
-from trainer_plugins.upkeep.holders import list_owned, list_tracked, storage_of, users_holder
+from trainer_plugins.upkeep.holders import find_owned, list_tracked, storage_of, users_holder
 from trainer_plugins.upkeep.stack import frames_above
 from trainer_plugins.watch.leak import LOOKS_TO_NAME
 
@@ -122,9 +122,7 @@ class GrowthTeller:
         return self._container(float(finding.data["bytes_a_step"]) * LOOKS_TO_NAME, since)
 
     def _find_unowned(self, tensors: list[torch.Tensor], device_type: str) -> list[torch.Tensor]:
-        owner = list_owned(self._model(), self._optimizer())
-        places = (storage_of(each, device_type) for each in owner)
-        owned = {place[0] for place in places if place is not None}
+        owned = find_owned(device_type, self._model(), self._optimizer())
         found = []
         for tensor in tensors:
             place = storage_of(tensor, device_type)

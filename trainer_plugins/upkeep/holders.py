@@ -3,7 +3,7 @@
 import gc
 import os
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from traceback import walk_tb
 from types import CellType, FrameType, FunctionType, ModuleType
 from typing import Any, TypeVar
@@ -152,16 +152,14 @@ def _order_of_creation(end: torch.Tensor) -> int:
     return sequence() if sequence is not None else 0
 
 
-def list_owned(model: nn.Module | None, optimizer: object) -> Iterable[torch.Tensor]:
-    """Yield parameters, buffers, gradients and states."""
+def find_owned(device_type: str, model: nn.Module | None, optimizer: object) -> set[int]:
+    """Return the addresses of a model's and an optimizer's parameters, buffers and states."""
+    ledger = _Ledger(device_type)
     if model is not None:
-        for tensor in (*model.parameters(), *model.buffers()):
-            yield tensor
-            if tensor.grad is not None:
-                yield tensor.grad
+        ledger.add_model(model)
     # accelerate's optimizer wrapper exposes the states of the one inside.
-    for state in getattr(optimizer, "state", {}).values():
-        yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+    ledger.add_optimizer(getattr(optimizer, "state", {}))
+    return ledger.counted
 
 
 def users_holder(thing: object, ours: object) -> str:
@@ -281,7 +279,7 @@ def _count_owned(device_type: str) -> tuple["_Ledger", tuple[LiveModel, ...]]:
         if sizes[id(model)]
     )
     for optimizer in list_tracked(torch.optim.Optimizer):
-        ledger.add_optimizer(optimizer)
+        ledger.add_optimizer(optimizer.state)
     return ledger, models
 
 
@@ -292,7 +290,7 @@ class _Ledger:
         self.category_bytes: Counter[str] = Counter()
         self.module_bytes: Counter[str] = Counter()
         self._device_type = device_type
-        self._counted: set[int] = set()
+        self.counted: set[int] = set()
         self._module_of: dict[int, str] = {}
 
     def add_model(self, model: nn.Module) -> int:
@@ -308,8 +306,8 @@ class _Ledger:
             self._add("buffer", buffer)
         return own_bytes
 
-    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        for parameter, state in optimizer.state.items():
+    def add_optimizer(self, states: Mapping[Any, Any]) -> None:
+        for parameter, state in states.items():
             for value in state.values() if isinstance(state, dict) else ():
                 if isinstance(value, torch.Tensor):
                     self._add("optimizer", value, self._module_of.get(id(parameter)))
@@ -330,10 +328,10 @@ class _Ledger:
 
     def _add(self, category: str, tensor: torch.Tensor, module: str | None = None) -> int:
         place = storage_of(tensor, self._device_type)
-        if place is None or place[0] in self._counted:
+        if place is None or place[0] in self.counted:
             return 0
         address, num_bytes = place
-        self._counted.add(address)
+        self.counted.add(address)
         self.category_bytes[category] += num_bytes
         if module is not None:
             self.module_bytes[module] += num_bytes

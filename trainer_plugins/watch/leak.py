@@ -133,7 +133,7 @@ def leak_at(moment: str, rises: Sequence[int], reading: MemoryReading, step: int
         summary=f"{what} with each {moment}: out of memory after about {num_left} more",
         evidence=f"{size(each_bytes)} with each {moment}, {len(rises)} times until step {step}",
         remedy=remedy,
-        amount=_nearness(num_left),
+        amount=1 / (1 + num_left),  # how near the end is
         data={f"bytes_a_{moment}": each_bytes, "num_rises": len(rises), "step": step},
     )
 
@@ -161,7 +161,7 @@ def leaks(
             evidence=f"{size(growth.bytes_a_step)} per step, {size(growth.risen_bytes)} from step"
             f" {window[0].step} to {window[-1].step}{why}",
             remedy=remedy,
-            amount=_nearness(growth.steps_left),
+            amount=1 / (1 + growth.steps_left),  # how near the end is
             data={
                 "bytes_a_step": growth.bytes_a_step,
                 "risen_bytes": growth.risen_bytes,
@@ -190,11 +190,6 @@ def _count_gaps(rising: list[Growth], card: MemoryReading) -> list[Growth]:
     ]
 
 
-def _nearness(num_left: int) -> float:
-    """Return how near the end is: one rise as a fraction of the remaining rises."""
-    return 1 / (1 + num_left)
-
-
 def is_leak_news(leak: Finding, before: Finding | None) -> bool:
     """Return whether to report a leak again: its severity rose, or the steps left have halved."""
     if before is None or leak.severity > before.severity:
@@ -203,11 +198,6 @@ def is_leak_news(leak: Finding, before: Finding | None) -> bool:
     if is_of_steps != ("bytes_a_step" in before.data):
         return is_of_steps
     return leak.amount >= 2 * before.amount
-
-
-def looks_to_name(code: str) -> int:
-    """Return how many steps to wait before naming a leak; naming lengths takes longer."""
-    return WINDOW // 4 if code == "leak-cache" else LOOKS_TO_NAME
 
 
 def growths(window: Sequence[Footprint], card: MemoryReading, host: MemoryReading) -> list[Growth]:

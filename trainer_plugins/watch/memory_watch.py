@@ -32,7 +32,6 @@ from trainer_plugins.watch.leak import (
     is_leak_news,
     leak_at,
     leaks,
-    looks_to_name,
 )
 from trainer_plugins.watch.pressure import (
     Budget,
@@ -44,6 +43,7 @@ from trainer_plugins.watch.pressure import (
 
 HOST_EVERY_SECONDS = 5.0
 PROCESSES_EVERY_SECONDS = 10.0
+_WAITS = {"leak-cache": WINDOW // 4}  # looks until a leak is named: naming lengths takes longer
 WORKERS_SHARE = 0.01  # largest share of time spent on reading the workers' memory
 
 
@@ -195,7 +195,7 @@ class MemoryWatch:
             due = [
                 each
                 for each in self._unnamed
-                if moment == "end" or self._num_waited >= looks_to_name(each.code)
+                if moment == "end" or self._num_waited >= _WAITS.get(each.code, LOOKS_TO_NAME)
             ]
             self._unnamed = [each for each in self._unnamed if each not in due]
             return self._report(due, step)
