@@ -86,8 +86,12 @@ def num_trained(follower: Follower) -> int:
     return sum(each.num_readings for each in samples if each.moment == "train")
 
 
-def drawn(lines: list[RankLine], *, width: int) -> list[str]:
-    screen = StringIO()
+def drawn(lines: list[RankLine], *, width: int, encoding: str = "utf-8") -> list[str]:
+    class Screen(StringIO):
+        pass
+
+    Screen.encoding = encoding
+    screen = Screen()
     Console(file=screen, width=width).print(TopPage("run", lines, None, 1100.0))
     return [line.rstrip() for line in screen.getvalue().splitlines()]
 
@@ -255,6 +259,7 @@ def test_the_bar_divides_the_card_and_fits_the_terminal(tmp_path: Path) -> None:
     assert drawn(lines, width=80)[-1].split() == [
         "0", "cuda:0", "train", "12", "████▒▒▒▒░···", "88", "s",
     ]  # fmt: skip
+    assert drawn(lines, width=140, encoding="ascii")[-1].split()[4] == "########====xxx....."
 
 
 def test_foreign_text_is_shown_and_not_obeyed(tmp_path: Path) -> None:

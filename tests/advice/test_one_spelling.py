@@ -23,9 +23,9 @@ from trainer_plugins.advice.for_causes import (
     order_remedies,
 )
 from trainer_plugins.advice.vendors import CUDA_ON_WINDOWS, VENDORS
+from trainer_plugins.explain.text.frameworks import SPELLED
 from trainer_plugins.explain.text.remedies.applies import APPLIES, APPLIES_TO_CAUSE
 from trainer_plugins.explain.text.remedies.filled import FILLED
-from trainer_plugins.explain.text.frameworks import SPELLED
 
 PACKAGE = Path(trainer_plugins.__file__).parent
 

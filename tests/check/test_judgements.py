@@ -167,6 +167,11 @@ CHANGED = [
     ),
     (Facts(locks=(LOCK,)), "extension-lock", Severity.WARNING),
     (
+        replace(HEALTHY, environment=environment(environ={"CUDA_LAUNCH_BLOCKING": "1"})),
+        "debug-switch",
+        Severity.WARNING,
+    ),
+    (
         replace(HEALTHY, run=replace(run(**REENTRANT), strategy=FSDP2)),
         "known-version",
         Severity.WARNING,

@@ -12,6 +12,11 @@ from trainer_plugins.finding import Finding
 from trainer_plugins.launch.extensions import find_needed_by, lock_findings
 from trainer_plugins.launch.lint.judge import judge_document
 
+# Debugging variables and their costs: "CUDA Environment Variables" in torch's docs.
+_DEBUG = {
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": "each tensor is a cudaMalloc: training is many times slower",
+    "CUDA_LAUNCH_BLOCKING": "the CPU waits for each kernel",
+}
 _HALVES = ("bfloat16", "float16")
 
 
@@ -58,7 +63,22 @@ def versions(facts: Facts) -> CheckLine | None:
     return CheckLine("versions", seen, tuple(filter(None, (_wrong_torch(facts, there), *known))))
 
 
-CHECKS: tuple[Check, ...] = (allocator, launch_file, builds, versions)
+def switches(facts: Facts) -> CheckLine | None:
+    """Judge debugging variables that are still set."""
+    environ = facts.environment.environ
+    on = {name: environ[name] for name in _DEBUG if environ.get(name, "0") not in ("", "0")}
+    if not on:
+        return None
+    finding = Finding.warning(
+        code="debug-switch",
+        summary="; ".join(_DEBUG[name] for name in on),
+        evidence=", ".join(f"{name}={text}" for name, text in on.items()),
+        remedy=f"unset {' '.join(on)}",
+    )
+    return CheckLine("debugging", "", (finding,))
+
+
+CHECKS: tuple[Check, ...] = (allocator, launch_file, builds, versions, switches)
 
 
 def _wrong_torch(facts: Facts, there: Environment) -> Finding | None:

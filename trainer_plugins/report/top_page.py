@@ -21,6 +21,7 @@ from trainer_plugins.watch.leak import WARM_UP_LOOKS, WINDOW, Footprint, Growth,
 _PARTS = (("█", "allocated", "green"), ("▒", "cached", "cyan"), ("░", "outside torch", "magenta"))
 _FREE = ("·", "free", "dim")
 _HEIGHTS = "▁▂▃▄▅▆▇█"
+_PLAIN = str.maketrans("█▒░·▁▂▃▄▅▆▇", "#=x.1234567")  # without block elements
 _FLAT = 0.1  # a trend spanning less of the device is drawn as if it spanned this much
 _WIDTH_WITH_SIZES = 110
 _WIDTH_WITH_TREND = 130
@@ -95,13 +96,16 @@ class TopPage:
     now_seconds: float
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        def draw(text: str) -> str:
+            return text.translate(_PLAIN) if options.ascii_only else text
+
         num = len(self.ranks)
         of_all = f" of {self.world_size}" if self.world_size and self.world_size > num else ""
         ranks = "rank" if num == 1 and not of_all else "ranks"
         yield Text(f"{printable(self.run_dir)}: {num}{of_all} {ranks}")
         yield from self._news()
         yield Text("  ").join(
-            Text(f"{sign} {part}", style) for sign, part, style in (*_PARTS, _FREE)
+            Text(f"{draw(sign)} {part}", style) for sign, part, style in (*_PARTS, _FREE)
         )
         has_sizes = options.max_width >= _WIDTH_WITH_SIZES
         has_trend = options.max_width >= _WIDTH_WITH_TREND
@@ -121,17 +125,18 @@ class TopPage:
         table.add_column("seen", justify="right", no_wrap=True)
         for line in self.ranks:
             reading, found = line.reading, line.remark.finding if line.remark else None
+            bar = ((draw(part), style) for part, style in _bar(reading, bar_width))
             cells: list[str | Text] = [
                 str(line.rank),
                 printable(reading.device) if reading else "",
                 Text(printable(line.state), "red" if line.failure else ""),
                 str(line.step),
-                Text.assemble(*_bar(reading, bar_width)),
+                Text.assemble(*bar),
             ]
             if has_sizes:
                 cells.append(_sizes(reading))
             if has_trend:
-                cells.append(_heights(line.trend))
+                cells.append(draw(_heights(line.trend)))
             cells += [
                 Text(f"~{line.growth.steps_left}" if line.growth else "", "red"),
                 Text(printable(found.code), STYLES[found.severity]) if found else "",
