@@ -14,7 +14,7 @@ import psutil
 from trainer_plugins.allocator.machine import gather_machine
 from trainer_plugins.check.facts import CardFacts, Environment, Facts, MainMemory, Owner
 from trainer_plugins.devices import GpuProcess, HostDevice, NvmlDevice, NvmlError
-from trainer_plugins.devices.nvml import NvmlErrorKind
+from trainer_plugins.devices.nvml import NO_CARD
 from trainer_plugins.devices.nvml_cards import InstalledCard, list_cards
 from trainer_plugins.devices.patience import Patience
 from trainer_plugins.launch.extensions import ExtensionLock, read_locks
@@ -114,7 +114,7 @@ def _cards() -> Facts:
     except TimeoutError as error:
         return Facts(driver_trouble=f"the driver hangs: {error}; read `dmesg`")
     except NvmlError as error:
-        if error.kind in (NvmlErrorKind.MISSING, NvmlErrorKind.NOT_FOUND):
+        if error.code in NO_CARD:
             return Facts(no_cards="no NVIDIA driver")
         return Facts(driver_trouble=str(error))
 

@@ -12,7 +12,7 @@ import torch
 
 from trainer_plugins.devices.base import Device, GpuProcess
 from trainer_plugins.devices.host import HostDevice
-from trainer_plugins.devices.nvml import NvmlDevice, NvmlError, NvmlErrorKind
+from trainer_plugins.devices.nvml import NvmlDevice, NvmlError
 from trainer_plugins.devices.patience import Patience
 from trainer_plugins.reading import MemoryReading
 
@@ -160,6 +160,5 @@ class AcceleratorDevice:
             return _nvml_calls.call(call)
         except TimeoutError as error:
             raise NvmlError(
-                NvmlErrorKind.HANGS,
-                f"the driver hangs: {error}; read `dmesg`, and check whether `nvidia-smi` responds",
+                f"the driver hangs: {error}; read `dmesg`, and check whether `nvidia-smi` responds"
             ) from None

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from enum import Enum
 from functools import partial
 from typing import TypeVar
 
@@ -18,44 +17,27 @@ T = TypeVar("T")
 _MAX_PID = 1 << 22  # no pid on 64-bit Linux is this high: PID_MAX_LIMIT in linux/threads.h
 
 
-class NvmlErrorKind(Enum):
-    """Failures of the driver, classified by what the user can do about them."""
-
-    MISSING = "missing"  # there is no driver library
-    DRIVER = "driver"  # the library cannot reach the kernel driver: not loaded, or another version
-    NOT_SUPPORTED = "not supported"  # this driver or card cannot report that number
-    NO_PERMISSION = "no permission"  # this user or container may not read it
-    LOST = "lost"  # the card fell off the bus, needs a reset, or is another device than before
-    TIMEOUT = "timeout"  # no answer this time: the driver is busy, or fails without a reason
-    NOT_FOUND = "not found"  # no card has that UUID, or this process may not see it
-    NONSENSE = "nonsense"  # the answer is impossible, such as more free memory than there is
-    HANGS = "hangs"  # the driver has not answered for seconds, and may never do so
-
-
 class NvmlError(RuntimeError):
     """The driver did not answer; the message explains why, and the remedy."""
 
-    def __init__(self, kind: NvmlErrorKind, message: str) -> None:
-        super().__init__(kind, message)
-        self.kind = kind
+    def __init__(self, message: str, code: int | None = None) -> None:
+        super().__init__(message, code)
+        self.code = code  # NVML's; None if it hangs, or its answer cannot be true
 
     def __str__(self) -> str:
-        return str(self.args[1])
+        return str(self.args[0])
 
     @property
     def permanent(self) -> bool:
-        return self.kind is not NvmlErrorKind.TIMEOUT
+        return self.code is None or self.code in _EXPLANATIONS
 
 
 def explain_error(what: str, uuid: str, error: pynvml.NVMLError) -> NvmlError:
     """Translate pynvml's error into one with a remedy; `what` was asked of the card."""
-    kind, text = NvmlErrorKind.TIMEOUT, _NO_ANSWER
-    for known_kind, texts in _EXPLANATIONS.items():
-        for code, known_text in texts.items():
-            if error.value == getattr(pynvml, f"NVML_ERROR_{code}"):
-                kind, text = known_kind, known_text
+    text = _EXPLANATIONS.get(error.value, _NO_ANSWER)
     bare_uuid = uuid.removeprefix("GPU-").removeprefix("MIG-")
-    return NvmlError(kind, text.format(what=what, uuid=uuid, bare_uuid=bare_uuid, error=error))
+    message = text.format(what=what, uuid=uuid, bare_uuid=bare_uuid, error=error)
+    return NvmlError(message, error.value)
 
 
 # Codes not listed below are temporary: timeout, in use, out of memory, unknown.
@@ -66,45 +48,46 @@ _NO_ANSWER = (
 
 _NOT_TOLD = "the driver does not report the {what} of {uuid}: "
 
-_EXPLANATIONS: Mapping[NvmlErrorKind, Mapping[str, str]] = {
-    NvmlErrorKind.MISSING: {
-        "LIBRARY_NOT_FOUND": "there is no NVIDIA driver library here, libnvidia-ml.so.1; install"
-        " the driver, or give the container the cards (docker --gpus) and"
-        " NVIDIA_DRIVER_CAPABILITIES=compute,utility",
-    },
-    NvmlErrorKind.DRIVER: {
-        "DRIVER_NOT_LOADED": "the NVIDIA kernel driver is not loaded; load it (modprobe nvidia),"
-        " and read `dmesg` if that fails",
-        "LIB_RM_VERSION_MISMATCH": "the NVIDIA library and the loaded kernel driver have different"
-        " versions, as after an update; reboot the machine, or restart the container if only that"
-        " is older",
-    },
-    NvmlErrorKind.NOT_SUPPORTED: {
-        "NOT_SUPPORTED": _NOT_TOLD + "this card does not support it; do without",
-        "FUNCTION_NOT_FOUND": _NOT_TOLD + "it is too old; update it or do without",
-        "ARGUMENT_VERSION_MISMATCH": _NOT_TOLD
-        + "its version and that of nvidia-ml-py do not match; update the older one",
-    },
-    NvmlErrorKind.NO_PERMISSION: {
-        "NO_PERMISSION": _NOT_TOLD
-        + "this user may not read it; run as a user who can open /dev/nvidia*",
-        "OPERATING_SYSTEM": _NOT_TOLD
-        + "the system or the container forbids it; allow access to /dev/nvidia*",
-    },
-    NvmlErrorKind.LOST: {
-        "GPU_IS_LOST": "{uuid} has fallen off the bus, and its memory is lost; look for Xid in"
-        " `dmesg`, then reboot",
-        "RESET_REQUIRED": "{uuid} needs a reset; stop what runs on it, then `nvidia-smi --gpu-reset"
-        " -i {uuid}` or reboot the machine",
-        "INVALID_ARGUMENT": "{uuid} is no longer the device that was opened, as after MIG slices"
-        " were recreated; start the run on a device that exists",
-    },
-    NvmlErrorKind.NOT_FOUND: {
-        "NOT_FOUND": "no card or MIG slice here has the UUID {bare_uuid}; compare the full UUID"
-        " with `nvidia-smi -L`, and check whether this container was given that card",
-        "GPU_NOT_FOUND": "there is no NVIDIA card here; check whether this container was given one",
-    },
-}  # by kind, the meaning of pynvml's codes for the user; `NVML_ERROR_` is left out
+_UNSUPPORTED = (
+    pynvml.NVML_ERROR_NOT_SUPPORTED,
+    pynvml.NVML_ERROR_FUNCTION_NOT_FOUND,
+    pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH,
+)
+_FORBIDDEN = (pynvml.NVML_ERROR_NO_PERMISSION, pynvml.NVML_ERROR_OPERATING_SYSTEM)
+NO_CARD = (
+    pynvml.NVML_ERROR_LIBRARY_NOT_FOUND,
+    pynvml.NVML_ERROR_NOT_FOUND,
+    pynvml.NVML_ERROR_GPU_NOT_FOUND,
+)
+
+_EXPLANATIONS: Mapping[int, str] = {
+    pynvml.NVML_ERROR_LIBRARY_NOT_FOUND: "there is no NVIDIA driver library here,"
+    " libnvidia-ml.so.1; install the driver, or give the container the cards (docker --gpus) and"
+    " NVIDIA_DRIVER_CAPABILITIES=compute,utility",
+    pynvml.NVML_ERROR_DRIVER_NOT_LOADED: "the NVIDIA kernel driver is not loaded; load it (modprobe"
+    " nvidia), and read `dmesg` if that fails",
+    pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: "the NVIDIA library and the loaded kernel driver"
+    " have different versions, as after an update; reboot the machine, or restart the container if"
+    " only that is older",
+    **dict.fromkeys(
+        _UNSUPPORTED,
+        _NOT_TOLD + "{error}; update the older one of driver and nvidia-ml-py, or do without",
+    ),
+    **dict.fromkeys(
+        _FORBIDDEN,
+        _NOT_TOLD + "this user or container may not read it; allow access to /dev/nvidia*",
+    ),
+    pynvml.NVML_ERROR_GPU_IS_LOST: "{uuid} has fallen off the bus, and its memory is lost; look for"
+    " Xid in `dmesg`, then reboot",
+    pynvml.NVML_ERROR_RESET_REQUIRED: "{uuid} needs a reset; stop what runs on it, then `nvidia-smi"
+    " --gpu-reset -i {uuid}` or reboot the machine",
+    pynvml.NVML_ERROR_INVALID_ARGUMENT: "{uuid} is no longer the device that was opened, as after"
+    " MIG slices were recreated; start the run on a device that exists",
+    pynvml.NVML_ERROR_NOT_FOUND: "no card or MIG slice here has the UUID {bare_uuid}; compare the"
+    " full UUID with `nvidia-smi -L`, and check whether this container was given that card",
+    pynvml.NVML_ERROR_GPU_NOT_FOUND: "there is no NVIDIA card here; check whether this container"
+    " was given one",
+}  # by NVML's code, its meaning for the user
 
 
 class NvmlDevice:
@@ -130,7 +113,7 @@ class NvmlDevice:
         try:
             card = cls(f"GPU-{uuid}", name)
         except NvmlError as error:
-            if error.kind is not NvmlErrorKind.NOT_FOUND:
+            if error.code != pynvml.NVML_ERROR_NOT_FOUND:
                 raise
             card = None
         if card is None:
@@ -138,9 +121,9 @@ class NvmlDevice:
         if card._has_slices():
             card.close()
             raise NvmlError(
-                NvmlErrorKind.NOT_FOUND,
                 f"GPU-{uuid} is divided into MIG slices, and it is unclear which one is meant; open"
                 " the slice by its own UUID, MIG-…, from `nvidia-smi -L`",
+                pynvml.NVML_ERROR_NOT_FOUND,
             )
         return card
 
@@ -157,7 +140,6 @@ class NvmlDevice:
         total_bytes, free_bytes = info.total - info.reserved, info.free
         if not 0 <= free_bytes <= total_bytes or not total_bytes:
             raise NvmlError(
-                NvmlErrorKind.NONSENSE,
                 f"the driver reports {free_bytes} of {total_bytes} bytes of {self.uuid} as free,"
                 " which cannot be true; update the driver, or nvidia-ml-py if that is older",
             )
@@ -185,7 +167,7 @@ class NvmlDevice:
         try:
             rows = self._ask("processes", pynvml.nvmlDeviceGetComputeRunningProcesses_v2)
         except NvmlError as error:
-            if error.kind not in (NvmlErrorKind.NO_PERMISSION, NvmlErrorKind.NOT_SUPPORTED):
+            if error.code not in (*_UNSUPPORTED, *_FORBIDDEN):
                 raise
             return None
         used_bytes: dict[int, int | None] = {}
@@ -218,7 +200,7 @@ class NvmlDevice:
         try:
             current, _pending = self._ask("MIG mode", pynvml.nvmlDeviceGetMigMode)
         except NvmlError as error:
-            if error.kind is not NvmlErrorKind.NOT_SUPPORTED:
+            if error.code not in _UNSUPPORTED:
                 raise
             return False  # a card without MIG
         return bool(current)

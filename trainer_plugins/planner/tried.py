@@ -1,8 +1,7 @@
 """Keep the measured errors of plans, and the versions with which the planner was tested."""
 
 from collections.abc import Mapping
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 
 from trainer_plugins.planner.plan import MemoryPlan
 
@@ -31,17 +30,6 @@ def margin_bytes(reserved_bytes: int, is_quantised: bool = False) -> int:
     """Return the margin to leave free beside this much reserved memory."""
     error = KNOWN_ERROR_IF_QUANTISED if is_quantised else KNOWN_ERROR_OF_RESERVED
     return int(reserved_bytes * error)
-
-
-def read_versions() -> dict[str, str]:
-    """Return the installed versions of the packages on which a plan depends. Imports torch."""
-    import torch
-
-    found = {"torch": str(torch.__version__)}
-    for name in ("transformers", "accelerate", "peft", "deepspeed"):
-        with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
 
 
 def is_transformers_4() -> bool:
