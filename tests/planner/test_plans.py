@@ -335,7 +335,7 @@ def test_a_card_is_known_as_the_driver_and_shops_call_it(text, name, capability)
 def test_each_card_of_the_table_is_found_by_its_name():
     for card in CARDS:
         assert card_of(card.name) is card
-        assert card.num_threads in (1024, 1536, 2048)
+        assert card.of_multiprocessor[0] in (1024, 1536, 2048)
 
 
 @pytest.mark.all

@@ -88,15 +88,16 @@ class DryCuda:
         for each in self.cards:
             self._nvml = self._nvml.card_from_file(each.path, reserved_bytes=0, name=name)
         self._nvml.write()
+        num_threads, shared_kib = card.of_multiprocessor
         described = {
             "name": name,
             "major": card.capability[0],
             "minor": card.capability[1],
             "multiprocessors": card.num_multiprocessors,
             "l2_bytes": card.l2_mib << 20,
-            "shared_bytes": card.shared_kib << 10,
-            "shared_optin_bytes": (card.shared_kib - 1) << 10,
-            "max_threads": card.num_threads,
+            "shared_bytes": shared_kib << 10,
+            "shared_optin_bytes": (shared_kib - 1) << 10,
+            "max_threads": num_threads,
             "context_bytes": card.context_bytes,
             "has_numbers": int(numbers),
         }

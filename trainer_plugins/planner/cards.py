@@ -52,14 +52,9 @@ class Card:
     guess: str = ""  # which of these figures are guesses, in words
 
     @property
-    def num_threads(self) -> int:
-        """Return the maximum number of threads of a multiprocessor."""
-        return _PER_MULTIPROCESSOR.get(self.capability, (2048, 228))[0]
-
-    @property
-    def shared_kib(self) -> int:
-        """Return the shared memory of a multiprocessor in KiB."""
-        return _PER_MULTIPROCESSOR.get(self.capability, (2048, 228))[1]
+    def of_multiprocessor(self) -> tuple[int, int]:
+        """Return the threads and the KiB of shared memory of a multiprocessor."""
+        return _PER_MULTIPROCESSOR.get(self.capability, (2048, 228))
 
 
 NO_CARD = Card(name="a card without a limit", capacity_bytes=4096 * GIB)

@@ -1,9 +1,11 @@
 """Read a launch file as `accelerate launch` does. Imports accelerate: only for the subprocess."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.launch.launcher import EXPORTED
 from trainer_plugins.launch.lint.document import ConfigError, Document, read_document
 from trainer_plugins.launch.lint.schema import schema_findings
@@ -11,10 +13,6 @@ from trainer_plugins.patched import Patches
 from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.request import PlanRequest, fill_in_nodes, nodes_of
 
-# Findings about malformed files, which stop a launch or launch something other than intended.
-_MALFORMED = (
-    "config-duplicate-key", "config-unknown-key", "config-wrong-type", "config-removed-key",
-)  # fmt: skip
 _PLANNED = ("NO", "MULTI_GPU", "FSDP", "DEEPSPEED")
 
 
@@ -26,7 +24,6 @@ def complete_launch(request: PlanRequest) -> PlanRequest:
     document = _document(request.launch_file)
     config = document.accelerate or {}
     _refuse(config, name)
-    refuse_nvme(document)
     kind = config["distributed_type"]
     num_gpus = request.num_gpus or _num_processes(document, name)
     num_nodes = _num_nodes(config, num_gpus, name)
@@ -46,11 +43,14 @@ def complete_launch(request: PlanRequest) -> PlanRequest:
     return replace(request, num_gpus=num_gpus, num_nodes=num_nodes, environment=environment)
 
 
-def refuse_nvme(document: Document) -> None:
-    """Refuse a DeepSpeed config that offloads to NVMe, whose buffers are not planned."""
-    for part in ("offload_optimizer", "offload_param"):
-        if document.get_deepspeed(f"zero_optimization.{part}.device") == "nvme":
-            raise NotPredicted(f"{part} to NVMe: plan it with device cpu")
+def refuse_malformed(document: Document, findings: Iterable[Finding], where: str) -> None:
+    """Refuse a file that stops its launch or launches something else, and NVMe, with its buffers."""
+    for part in ("optimizer", "param"):
+        if document.deepspeed and document.get_offload(part, "device") == "nvme":
+            raise NotPredicted(f"offload_{part} to NVMe: plan it with device cpu")
+    for finding in findings:
+        if finding.severity >= Severity.ERROR or finding.code == "config-unknown-key":
+            raise PlanError(f"{where}: {finding.summary}. {finding.remedy}")
 
 
 def _num_nodes(config: dict[str, Any], num_gpus: int, name: str) -> int:
@@ -68,10 +68,7 @@ def _document(path: str) -> Document:
         document = read_document(Path(path))
     except ConfigError as error:
         raise PlanError(f"--accelerate-config: {error}") from error
-    for finding in schema_findings(document):
-        if finding.code in _MALFORMED:
-            what = f"{finding.summary}: {finding.evidence}. {finding.remedy}"
-            raise PlanError(f"--accelerate-config: {what}")
+    refuse_malformed(document, schema_findings(document), "--accelerate-config")
     if document.accelerate is None or "distributed_type" not in document.accelerate:
         raise PlanError(
             f"--accelerate-config: {path} is no config of accelerate (it lacks distributed_type)"

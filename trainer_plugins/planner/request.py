@@ -110,13 +110,8 @@ class ConfigSource:
     def _check_trainer(self) -> None:
         if self.trainer not in TRL_TRAINERS:
             raise PlanError(f"--trainer is one of {', '.join(TRL_TRAINERS)}, got {self.trainer!r}")
-        for what, is_given in (
-            ("--num-labels", self.num_labels is not None),
-            ("--images-per-row", self.asks_for_pictures),
-            ("--sound-seconds", self.sound_seconds is not None),
-        ):
-            if is_given:
-                raise PlanError(f"{what} cannot be combined with --trainer: use plan_run")
+        if self.num_labels is not None or self.sound_seconds is not None or self.asks_for_pictures:
+            raise PlanError("--trainer takes no labels, images or audio by flags: use plan_run")
 
 
 def _check_layers(config: Mapping[str, object], inside: str = "") -> None:

@@ -87,18 +87,14 @@ def built() -> Path:
                     draft = Path(scratch) / "libraries"
                     _build(draft, compiler, needed, _version_of_cudnn(site))
                     draft.replace(folder)
-    except ELFError as error:
-        raise DryCudaUnavailable(
-            f"the dry card cannot read a library of torch: {error}. Reinstall torch"
-        ) from error
     except CompileError as error:
         raise DryCudaUnavailable(
             f"the dry card cannot be built: {error}\n{error.output}"
         ) from error
-    except OSError as error:
+    except (ELFError, OSError) as error:
         raise DryCudaUnavailable(
-            f"the dry card cannot write to its cache: {error}. Name another folder with"
-            " TRAINER_PLUGINS_CACHE"
+            f"the dry card cannot be built: {error}. If {folder.parent} is not writable, name"
+            " another folder with TRAINER_PLUGINS_CACHE"
         ) from error
     return folder
 

@@ -11,16 +11,10 @@ def _keys(**names_by_kind: str) -> Keys:
     return {name: kind for kind, names in names_by_kind.items() for name in names.split()}
 
 
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(text.split())
-
-
-DISTRIBUTED_TYPES = _names(
-    """
-    NO MULTI_CPU MULTI_GPU MULTI_NPU MULTI_MLU MULTI_SDAA MULTI_MUSA MULTI_XPU MULTI_HPU
-    MULTI_NEURON DEEPSPEED FSDP XLA TPU MEGATRON_LM
-    """
-)
+DISTRIBUTED_TYPES = (
+    "NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA",
+    "MULTI_XPU", "MULTI_HPU", "MULTI_NEURON", "DEEPSPEED", "FSDP", "XLA", "TPU", "MEGATRON_LM",
+)  # fmt: skip
 ACCELERATE = _keys(
     text="""
         compute_environment distributed_type mixed_precision rdzv_backend main_process_ip
@@ -48,12 +42,11 @@ ACCELERATE_DEEPSPEED = _keys(
 )
 # DeepSpeedPlugin._deepspeed_config_checks refuses these, and mixed_precision, next to a
 # deepspeed_config_file.
-REFUSED_BESIDE_JSON = _names(
-    """
-    gradient_accumulation_steps gradient_clipping zero_stage offload_optimizer_device
-    offload_param_device offload_param_nvme_path offload_optimizer_nvme_path zero3_save_16bit_model
-    """
-)
+REFUSED_BESIDE_JSON = (
+    "gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device",
+    "offload_param_device", "offload_param_nvme_path", "offload_optimizer_nvme_path",
+    "zero3_save_16bit_model",
+)  # fmt: skip
 # accelerate adds `fsdp_` to a key that lacks it.
 ACCELERATE_FSDP = _keys(
     integer="fsdp_version fsdp_min_num_params",
@@ -172,14 +165,12 @@ PASSED_OVER = frozenset(
 )
 
 # DeepSpeed raises for each: _REMOVED_..._CONFIG_KEYS of deepspeed/runtime/config.py.
-REMOVED = _names(
-    """
-    nebula compression_training amp quantize_training sparse_gradients eigenvalue sparse_attention
-    elasticity graph_harvesting curriculum_learning progressive_layer_drop
-    zero_optimization.mics_shard_size zero_optimization.mics_hierarchical_params_gather
-    zero_optimization.zeropp_loco_param
-    """
-)
+REMOVED = (
+    "nebula", "compression_training", "amp", "quantize_training", "sparse_gradients", "eigenvalue",
+    "sparse_attention", "elasticity", "graph_harvesting", "curriculum_learning",
+    "progressive_layer_drop", "zero_optimization.mics_shard_size",
+    "zero_optimization.mics_hierarchical_params_gather", "zero_optimization.zeropp_loco_param",
+)  # fmt: skip
 DEPRECATED = {
     "zero_optimization.cpu_offload": 'zero_optimization.offload_optimizer: {"device": "cpu"}',
     "zero_optimization.cpu_offload_param": 'zero_optimization.offload_param: {"device": "cpu"}',

@@ -36,10 +36,8 @@ class ExplainedChanges:
 
 
 def _expandable(run: PlanRequest) -> PlanRequest:
-    setting = _EXPANDABLE.flags.partition("=")[2]
-    key = setting.partition(":")[0]
-    others = [part for part in run.allocator.split(",") if part.partition(":")[0] not in ("", key)]
-    return replace(run, allocator=",".join([*others, setting]))
+    settings = (run.allocator, _EXPANDABLE.flags.partition("=")[2])  # the last one counts
+    return replace(run, allocator=",".join(filter(None, settings)))
 
 
 _EXPANDABLE = Switch(

@@ -1,6 +1,7 @@
 """Refuse runs that have no dry run, and turn errors into one line. Imports torch."""
 
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +9,12 @@ import torch
 
 from trainer_plugins import advice
 from trainer_plugins.advice import Door
-from trainer_plugins.finding import Severity
 from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.launch.lint.deepspeed import zero_findings
 from trainer_plugins.launch.lint.document import Document
 from trainer_plugins.launch.lint.schema import schema_findings
 from trainer_plugins.oldest import too_old
-from trainer_plugins.planner.launched import refuse_nvme
+from trainer_plugins.planner.launched import refuse_malformed
 from trainer_plugins.planner.plan import RUN_IT, NotPredicted, PlanError
 from trainer_plugins.planner.rehearse import rollout
 from trainer_plugins.planner.rehearse.loops import LOOPS
@@ -98,7 +98,5 @@ def refuse_deepspeed(config: Mapping[str, Any]) -> None:
     # accelerate sets steps_per_print to infinity
     written = {key: value for key, value in config.items() if value != float("inf")}
     document = Document(name="deepspeed", deepspeed=written)
-    refuse_nvme(document)
-    for finding in [*schema_findings(document), *zero_findings(document)]:
-        if finding.severity >= Severity.ERROR or finding.code == "config-unknown-key":
-            raise PlanError(f"the DeepSpeed config: {finding.summary}. {finding.remedy}")
+    findings = chain(schema_findings(document), zero_findings(document))
+    refuse_malformed(document, findings, "the DeepSpeed config")
