@@ -44,7 +44,7 @@ def complete_launch(request: PlanRequest) -> PlanRequest:
 
 
 def refuse_malformed(document: Document, findings: Iterable[Finding], where: str) -> None:
-    """Refuse a file that stops its launch or launches something else, and NVMe, with its buffers."""
+    """Refuse a file that stops its launch, or launches something else, or offloads to NVMe."""
     for part in ("optimizer", "param"):
         if document.deepspeed and document.get_offload(part, "device") == "nvme":
             raise NotPredicted(f"offload_{part} to NVMe: plan it with device cpu")
