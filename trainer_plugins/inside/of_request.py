@@ -23,7 +23,7 @@ from trainer_plugins.namespaces import build_wall
 from trainer_plugins.planner.launched import complete_launch
 from trainer_plugins.planner.plan import NotPredicted
 from trainer_plugins.planner.rehearse import from_config, from_loop, from_trainer, rollout
-from trainer_plugins.planner.rehearse.arguments import arguments_of
+from trainer_plugins.planner.rehearse.arguments import arguments_of, copy_arguments
 from trainer_plugins.planner.rehearse.planned import describe_run
 from trainer_plugins.planner.rehearse.refusals import (
     make_plan_error,
@@ -79,9 +79,8 @@ def _train(request: PlanRequest) -> None:
     source, args = request.source, arguments_of(request.source)
     if isinstance(source, TrainerSource) and request.deepspeed and not args.deepspeed:
         args.deepspeed = request.deepspeed
-    folder = str(Path(os.environ["TRAINER_PLUGINS_DRYCUDA"]) / "run")  # all ranks and runs share it
     streaming = Streaming(request) if request.resident_layers is not None else None
-    build = Build(args, request.has_padding, folder, streaming)
+    build = Build(copy_arguments(args), request.has_padding, streaming)
     rehearsed = _rehearse(request, build)
     trainer = rehearsed.trainer
     refuse_trainer(trainer)

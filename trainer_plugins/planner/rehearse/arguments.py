@@ -54,11 +54,11 @@ def arguments_of(source: ConfigSource | TrainerSource) -> HfArguments:
         raise PlanError(first_line(error)) from error
 
 
-def copy_arguments(args: Any, output_dir: str) -> Any:
+def copy_arguments(args: Any) -> Any:
     """Copy TrainingArguments for a run of three steps that writes nothing."""
     given = fields_of(args)
     changed = {name: value for name, value in _REHEARSED.items() if name in given}
-    return type(args)(**{**given, **changed, "output_dir": output_dir})
+    return type(args)(**{**given, **changed})
 
 
 def _parse(source: ConfigSource) -> HfArguments:

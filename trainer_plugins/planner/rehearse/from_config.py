@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from trainer_plugins.planner.plan import NotPredicted, PlanError
-from trainer_plugins.planner.rehearse.arguments import copy_arguments
 from trainer_plugins.planner.rehearse.model_of_config import load_model
 from trainer_plugins.planner.rehearse.pictures import KINDS, Pictures, pictures_of
 from trainer_plugins.planner.rehearse.refusals import GIVE_A_TRAINER, first_line
@@ -67,7 +66,7 @@ def rehearse(source: ConfigSource, build: Build) -> Rehearsed:
     try:
         trainer = trainer_class(
             model=model,
-            args=copy_arguments(args, build.folder),
+            args=args,
             train_dataset=[0] * rows,
             compute_metrics=(lambda *_, **__: {}) if generates or source.has_metrics else None,
         )

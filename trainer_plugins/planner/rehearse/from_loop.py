@@ -10,7 +10,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from trainer_plugins.patched import Patches
 from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.rehearse import rollout
-from trainer_plugins.planner.rehearse.arguments import copy_arguments
 from trainer_plugins.planner.rehearse.from_config import PADDED
 from trainer_plugins.planner.rehearse.gather import longest_batch
 from trainer_plugins.planner.rehearse.loops import WORDS, Loop, loop_of
@@ -25,14 +24,14 @@ TEXTS_OF_A_PACKED_ROW = 2
 
 def rehearse(source: ConfigSource, build: Build) -> Rehearsed:
     """Build a TRL Trainer from a config. It trains, evaluates and saves."""
-    loop, own_args = loop_of(source), copy_arguments(build.args, build.folder)
+    loop = loop_of(source)
     if build.args.do_eval and rollout.generates(loop.trainer):
         raise NotPredicted(f"an evaluation with --trainer {source.trainer}: {GIVE_A_TRAINER}")
     is_streamed = build.streaming is not None
     model, assumptions = load_model(source, is_streamed=is_streamed)
     models = iter([model])  # The trained model is built only once.
     trainer, said = _make(
-        *(loop, source, own_args),
+        *(loop, source, build.args),
         lambda: next(models, None) or load_model(source, is_streamed=is_streamed)[0],
     )
     if build.has_padding is None:

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from trainer_plugins.planner.rehearse import rollout, ship
-from trainer_plugins.planner.rehearse.arguments import copy_arguments
 from trainer_plugins.planner.rehearse.liger import replace_again
 from trainer_plugins.planner.rehearse.rehearsal import Build, Rehearsed, copy_batch, other_models
 from trainer_plugins.planner.rehearse.spread import spread
@@ -43,7 +42,7 @@ def _revive(sent: dict[str, Any], device_map: Mapping[str, int], build: Build) -
     )
     from transformers.trainer_utils import TrainerMemoryTracker
 
-    args: Any = copy_arguments(build.args, build.folder)
+    args = build.args
     for module in (sent["model"], *sent["others"].values()):
         _register_recorded_outputs(module)
     trainer = sent["class"].__new__(sent["class"])

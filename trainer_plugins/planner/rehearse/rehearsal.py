@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_map_only
 
-from trainer_plugins.hf_trainer import HfArguments, HfTrainer
+from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.planner.rehearse.streamed import Streaming
 
 Batch = dict[str, object]
@@ -17,9 +17,8 @@ Batch = dict[str, object]
 class Build(NamedTuple):
     """Holds the settings for building a Trainer, besides its source."""
 
-    args: HfArguments  # the user's
+    args: Any  # the user's, for a run of three steps that writes nothing
     has_padding: bool | None  # whether batches have padding; None: the source decides
-    folder: str  # its output_dir
     streaming: Streaming | None
 
 
