@@ -9,7 +9,7 @@ import torch
 from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.rehearse.model_of_config import load_model
 from trainer_plugins.planner.rehearse.pictures import KINDS, Pictures, pictures_of
-from trainer_plugins.planner.rehearse.refusals import GIVE_A_TRAINER, first_line
+from trainer_plugins.planner.rehearse.refusals import GIVE_A_TRAINER
 from trainer_plugins.planner.rehearse.rehearsal import Batch, Build, Rehearsed, count_sharers
 from trainer_plugins.planner.request import ConfigSource
 from trainer_plugins.wrapped import base_model
@@ -63,15 +63,12 @@ def rehearse(source: ConfigSource, build: Build) -> Rehearsed:
     trainer_class = transformers.Seq2SeqTrainer if generates else transformers.Trainer
     inputs = _inputs_of(base_model(model), source)
     assumptions += inputs.said
-    try:
-        trainer = trainer_class(
-            model=model,
-            args=args,
-            train_dataset=[0] * rows,
-            compute_metrics=(lambda *_, **__: {}) if generates or source.has_metrics else None,
-        )
-    except ValueError as error:
-        raise PlanError(first_line(error)) from error
+    trainer = trainer_class(
+        model=model,
+        args=args,
+        train_dataset=[0] * rows,
+        compute_metrics=(lambda *_, **__: {}) if generates or source.has_metrics else None,
+    )
     if count_sharers(trainer, "sp") > 1:
         inputs.tokens["position_ids"] = inputs.tokens["input_ids"]
         assumptions.append(_POSITIONS)

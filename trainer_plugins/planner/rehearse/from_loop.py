@@ -14,7 +14,7 @@ from trainer_plugins.planner.rehearse.from_config import PADDED
 from trainer_plugins.planner.rehearse.gather import longest_batch
 from trainer_plugins.planner.rehearse.loops import WORDS, Loop, loop_of
 from trainer_plugins.planner.rehearse.model_of_config import adapter_of, load_model
-from trainer_plugins.planner.rehearse.refusals import GIVE_A_TRAINER, first_line
+from trainer_plugins.planner.rehearse.refusals import GIVE_A_TRAINER
 from trainer_plugins.planner.rehearse.rehearsal import Build, Rehearsed, copy_batch
 from trainer_plugins.planner.request import ConfigSource
 
@@ -80,19 +80,16 @@ def _make(
         said.append("half of each row is the prompt, which gets no loss")
     data = Dataset.from_list([loop.row(length, index) for index in range(max(4, rows))])
     adapter = adapter_of(source.peft) if source.peft is not None else None
-    try:
-        with Patches() as patches:
-            _replace_files(patches, loop, model_of)
-            made = loop.trainer(
-                model=model_of(),
-                args=args,
-                train_dataset=data,
-                processing_class=_tokenizer(),
-                peft_config=adapter,
-                **rewards,
-            )
-    except (ValueError, NotImplementedError) as error:
-        raise PlanError(f"TRL refuses this run: {first_line(error)}") from error
+    with Patches() as patches:
+        _replace_files(patches, loop, model_of)
+        made = loop.trainer(
+            model=model_of(),
+            args=args,
+            train_dataset=data,
+            processing_class=_tokenizer(),
+            peft_config=adapter,
+            **rewards,
+        )
     return made, said
 
 

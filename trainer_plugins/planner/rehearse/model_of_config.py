@@ -45,16 +45,17 @@ def load_model(
     if source.config.get("tie_word_embeddings") is False:
         untie(model)
     if source.peft is not None and source.trainer is None:
-        if source.quantisation is not None and source.prepares_kbit:
-            import peft
+        adapter = adapter_of(source.peft)
+        import peft
 
+        if source.quantisation is not None and source.prepares_kbit:
             model = peft.prepare_model_for_kbit_training(model, source.kbit_checkpoints)
             assumptions.append(
                 "PEFT's prepare_model_for_kbit_training prepares the model: it casts the rest"
                 f" to float32, with use_gradient_checkpointing={source.kbit_checkpoints}; see"
                 " --no-prepare-kbit"
             )
-        model = add_adapter(model, source.peft)
+        model = peft.get_peft_model(model, adapter)
     if is_streamed and source.quantisation is not None:
         assumptions.append(
             'the quantised base is loaded to main memory (device_map="cpu"); loaded onto the'
@@ -234,20 +235,8 @@ def dtype_of(source: ConfigSource, config: object, assumptions: list[str]) -> to
     return dtype
 
 
-def add_adapter(model: torch.nn.Module, given: Mapping[str, object]) -> torch.nn.Module:
-    """Add a PEFT adapter; `given` is the content of its config."""
-    config = adapter_of(given)
-    import peft
-
-    try:
-        adapted: torch.nn.Module = peft.get_peft_model(model, config)
-    except (ValueError, TypeError, KeyError) as error:
-        raise PlanError(f"peft refuses the adapter: {first_line(error)}") from error
-    return adapted
-
-
 def adapter_of(given: Mapping[str, object]) -> Any:
-    """Return the config of an adapter."""
+    """Return the config of a PEFT adapter; `given` is the content of its file."""
     try:
         import peft
     except ImportError as error:
@@ -257,7 +246,4 @@ def adapter_of(given: Mapping[str, object]) -> Any:
     if kind is None:
         raise PlanError(f"peft {peft.__version__} has no peft_type {name!r}")
     kept = {key: value for key, value in given.items() if key not in _OF_AN_ADAPTERS_FILE}
-    try:
-        return kind(**kept)
-    except (ValueError, TypeError, KeyError) as error:
-        raise PlanError(f"peft refuses the adapter: {first_line(error)}") from error
+    return kind(**kept)
