@@ -74,6 +74,7 @@ def test_the_matrix(version: str, platform: str, own: str, vllm: bool) -> None:
     assert ("allocator-names-differ" in codes) == (own == "differ")
     assert ("allocator-expandable-and-max-split" in codes) == (own == "bad pair")
     assert ("allocator-expandable-unsupported" in codes) == (own == "bad pair" and not may_expand)
+    assert ("allocator-deprecated-name" in codes) == (torch == (2, 9) and CUDA in OWN[own])
     if own == "none":
         assert not codes
 

@@ -346,18 +346,18 @@ def test_a_trainer_made_for_the_cpu_because_no_card_is_there_is_planned(make_tra
 
 
 @pytest.mark.parametrize(
-    ("given", "why"),
+    "given",
     [
-        ({"training_args": {"output_dir": "runs"}}, "its own count"),
-        ({"seq_length": 4096}, "the longest rows of its train_dataset"),
-        ({"target_length": 64}, "the longest rows of its train_dataset"),
-        ({"padding": False}, "the longest rows of its train_dataset"),
-        ({"dtype": "bfloat16"}, "its model has a dtype"),
-        ({"peft_config": LORA}, "the plan uses its model as it is"),
-        ({"accelerate_config": "/no/such/file"}, "its process determines the launch"),
+        {"training_args": {"output_dir": "runs"}},
+        {"seq_length": 4096},
+        {"target_length": 64},
+        {"padding": False},
+        {"dtype": "bfloat16"},
+        {"peft_config": LORA},
+        {"accelerate_config": "/no/such/file"},
     ],
 )
-def test_what_is_for_a_config_is_refused_with_a_trainer(make_trainer, given, why):
+def test_what_is_for_a_config_is_refused_with_a_trainer(make_trainer, given):
     (name,) = given
-    with pytest.raises(PlanError, match=f"with a Trainer you cannot pass {name}: .*{why}"):
+    with pytest.raises(PlanError, match=f"with a Trainer you cannot pass {name}: "):
         plan_run(make_trainer(), **given)

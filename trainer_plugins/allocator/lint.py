@@ -77,6 +77,15 @@ def _names(variables: Variables, machine: Machine) -> Iterator[Finding]:
             f" {machine.torch_name}",
             remedy=f"Give both the same text, or unset all but {read_name}.",
         )
+    if read_name == CUDA and machine.torch == (2, 9):
+        yield Finding(
+            code="allocator-deprecated-name",
+            severity=Severity.INFO,
+            summary=f"torch 2.9 calls {CUDA} deprecated, but reads no other name on a card",
+            evidence=f"{CUDA}={texts[CUDA]}; pytorch#183387",
+            remedy=f"Keep it, and set {UNIFIED} to the same text. From 2.10 on there is no warning,"
+            " and both work.",
+        )
 
 
 def _values(settings: Sequence[Setting], given: str, machine: Machine) -> Iterator[Finding]:

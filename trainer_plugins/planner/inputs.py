@@ -28,21 +28,11 @@ from trainer_plugins.planner.request import (
 
 _CONFIG = "config.json"
 _HEAD = re.compile(r"(For[A-Z]\w+|LMHeadModel|Model)$")
-_ITS_BATCH = "the batch is the longest rows of its train_dataset, through its collator"
-_ITS_MODEL = "the plan uses its model as it is"
-_OF_A_TRAINER = {
-    "training_args": "it has its own count (trainer.args)",
-    "seq_length": _ITS_BATCH,
-    "target_length": _ITS_BATCH,
-    "padding": _ITS_BATCH,
-    "dtype": "its model has a dtype: build the Trainer with a model loaded in another",
-    "peft_config": f"{_ITS_MODEL}: build the Trainer with a peft model",
-    "quantization_config": f"{_ITS_MODEL}: load it quantised",
-    "prepare_kbit": f"{_ITS_MODEL}: prepare it before you build the Trainer",
-    "accelerate_config": (
-        "its process determines the launch; num_gpus changes the number of cards"
-    ),
-}  # options for a config, each with the reason why a Trainer does not take it
+_OF_A_TRAINER = (
+    "training_args", "seq_length", "target_length", "padding", "dtype", "peft_config",
+    "quantization_config", "prepare_kbit", "accelerate_config",
+)  # fmt: skip
+"""Options for a config, which a Trainer already has."""
 
 _COUNTS = (
     "per_device_train_batch_size",
@@ -71,9 +61,12 @@ def request_of(trainer_or_config: object, run: RunOptions) -> PlanRequest:
 
 
 def _request_of_trainer(trainer: object, run: RunOptions) -> PlanRequest:
-    for name, why in _OF_A_TRAINER.items():
+    for name in _OF_A_TRAINER:
         if getattr(run, name) is not None:
-            raise PlanError(f"with a Trainer you cannot pass {name}: {why}")
+            raise PlanError(
+                f"with a Trainer you cannot pass {name}: the plan takes its arguments, longest"
+                " rows, model and launch as they are"
+            )
     from trainer_plugins.planner.rehearse import gather
 
     card = card_of(run.gpu) if run.gpu is not None else None

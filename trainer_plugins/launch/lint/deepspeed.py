@@ -194,6 +194,8 @@ def _stage(document: Document, stage: int) -> Iterator[Finding]:
         )
     if zero.get("compute_grad_norm") is False and stage not in (1, 2):
         yield _report_rejected(f"compute_grad_norm false at stage {stage}", "It needs stage 1 or 2")
+    if document.get_deepspeed("gradient_allreduce_op") == "sum" and stage == 3:
+        yield _report_rejected("gradient_allreduce_op sum at stage 3", "Remove it")
     if document.get_deepspeed("activation_checkpointing") is not None:
         yield report_ignored_key(
             "activation_checkpointing has no effect for a Hugging Face model",
@@ -203,6 +205,9 @@ def _stage(document: Document, stage: int) -> Iterator[Finding]:
 
 
 def _stage_3(zero: Mapping) -> Iterator[Finding]:
+    if zero.get("round_robin_gradients") is True:
+        what = "round_robin_gradients has no effect at stage 3"
+        yield report_ignored_key(what, "it belongs to stages 1 and 2", "Remove it")
     if not any(zero.get(name) in (True, "auto") for name in _GATHER_ON_SAVE):
         yield Finding.warning(
             code="config-gather-on-save",
@@ -221,6 +226,8 @@ def _stage_3(zero: Mapping) -> Iterator[Finding]:
 
 
 def _hand_over(document: Document, config: Mapping) -> Iterator[Finding]:
+    if "optimizer" in config and document.get_deepspeed("optimizer.type") is None:
+        yield wrong_value("optimizer.type", None, "a block without a type is not an optimizer")
     name = "scheduler.params.warmup_num_steps"
     warmup = document.get_deepspeed(name)
     if isinstance(warmup, (int, float)) and warmup <= 0:
