@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from trainer_plugins.cli import app
-from trainer_plugins.plug_in.flags import sort_by_panel
+from trainer_plugins.plug_in.flags import SETTINGS, sort_by_panel
 
 PAGE = Path(__file__).parents[1] / "docs" / "commands.md"
 HEAD = """# Every command and flag
@@ -31,7 +31,8 @@ def part(name: str, command: Any) -> Iterator[str]:
     for paragraph in command.help.split("\n\n"):
         words = " ".join(paragraph.split())
         yield re.sub(r"^(Example: (?=.)|(?=trainer-plugins ))(.*)", r"\1`\2`", words) + "\n"
-    panels = sort_by_panel(command.list_rows(click.Context(command, show_default=True)))
+    # click keeps a command's first help option: without `-h`, it would have none later.
+    panels = sort_by_panel(command.list_rows(click.Context(command, **SETTINGS)))
     plain = [*panels.pop("Arguments", ()), *panels.pop("Options")]
     for panel, records in {"": plain, **panels}.items():
         yield from [f"**{panel}**\n"] if panel else []
