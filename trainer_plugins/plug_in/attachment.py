@@ -159,7 +159,7 @@ def detach() -> None:
     """
     _state.make = None
     trainer, ours = _trainer_class(), _state.wrapper
-    if trainer is not None and ours is not None and vars(trainer)["__init__"] is ours:
+    if trainer is not None and ours is not None and trainer.__init__ is ours:
         trainer.__init__ = inspect.getattr_static(ours, "__wrapped__")
         _state.wrapper = None
 
@@ -230,7 +230,7 @@ def _wrap() -> None:
     trainer = _trainer_class()
     if trainer is None or _state.make is None:
         return
-    init, ours = vars(trainer)["__init__"], _state.wrapper
+    init, ours = trainer.__init__, _state.wrapper
     if ours is None or inspect.unwrap(init, stop=functools.partial(is_, ours)) is not ours:
         _warn_of_those_built(trainer)
         _state.wrapper = on_import.hide_from_warnings(_around_init(init))
