@@ -18,7 +18,6 @@ from trainer_plugins.as_main import NoSuchProgramError, program
 from trainer_plugins.testing import simgpu
 from trainer_plugins.units import parse_size
 
-_EXIT_USAGE = 2
 _SETTINGS = {"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]}
 
 
@@ -60,7 +59,7 @@ def main(arguments: list[str]) -> None:
 
 def _refuse(reason: str) -> NoReturn:
     sys.stderr.write(f"simgpu: {reason}\n")
-    sys.exit(_EXIT_USAGE)
+    sys.exit(2)  # as for any wrong command line
 
 
 if __name__ == "__main__":
