@@ -182,6 +182,15 @@ class Written:
         return box[0]
 
 
+class InATuple:
+    def __init__(self, held) -> None:
+        self.kept = (held.reshape(1),)
+
+    def __call__(self, fold):
+        self.kept[0][0] = fold(self.kept[0][0])
+        return self.kept[0][0]
+
+
 class Apart:
     """A module that no module has registered."""
 
@@ -208,6 +217,7 @@ HOLDERS: dict[str, Any] = {
     "a deque": lambda held: Written(collections.deque([held], maxlen=1)),
     "an array": lambda held: Written(np.array([float(held)])),
     "a tensor": lambda held: Written(held.reshape(1)),
+    "a tuple": InATuple,
     "a bound method": lambda held: Slotted(held).__call__,
     "a module apart": Apart,
     **{kind: functools.partial(OfAFunction, kind=kind)

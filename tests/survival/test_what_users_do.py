@@ -10,6 +10,7 @@ import torch
 from accelerate.utils import find_executable_batch_size
 from torch import nn
 from transformers import (
+    BatchEncoding,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaForCausalLM,
@@ -100,6 +101,51 @@ def test_nor_is_a_step_taken_when_the_first_micro_batch_was_divided(
     with pytest.raises(RuntimeError, match=why):
         Run(trainer, {0: [100]})
     assert trainer.state.global_step == 0
+
+
+class CountsTokens(Trainer):
+    """Reads its batch as what a tokenizer's `pad` returns, which collators pass on."""
+
+    num_tokens = 0
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        self.num_tokens += inputs.attention_mask.sum().item()
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+
+def test_a_batch_is_of_the_collators_class_whole_and_in_pieces(tmp_path) -> None:
+    def make():
+        options = {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": ragged_rows(8)}
+        return small_trainer(
+            tmp_path,
+            trainer_class=CountsTokens,
+            data_collator=lambda rows: BatchEncoding(padded(rows)),
+            **options,
+        )
+
+    whole, survived = survive(make, {0: 0.8, 3: 0.3})
+    assert gradients_off_by(survived, whole) <= 1e-12
+
+
+class UnpacksTuples(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        ids, labels = inputs
+        batch = {"input_ids": ids, "labels": labels}
+        return super().compute_loss(model, batch, return_outputs, num_items_in_batch)
+
+
+def test_batches_without_names_are_trained_on_as_they_are(tmp_path, caplog) -> None:
+    def collate(rows):
+        batch = padded(rows)
+        return batch["input_ids"], batch["labels"]
+
+    def make():
+        return small_trainer(tmp_path, trainer_class=UnpacksTuples, data_collator=collate)
+
+    trainer = make()
+    survive_oom(trainer, on_refusal="warn")
+    assert gradients_off_by(Run(trainer), Run(make())) == 0
+    assert "its micro-batches are no dictionaries: each is a tuple" in caplog.text
 
 
 def test_a_loss_that_a_callback_computes_between_steps_adds_no_gradient(tmp_path) -> None:

@@ -104,7 +104,10 @@ class Engine:
         num_items_in_batch: NumItems = None,
     ) -> Any:
         """Replace `trainer.compute_loss`; a loss computed in pieces has no graph."""
+        # A collator may return another mapping, such as BatchEncoding, with attributes to read.
+        self._attached.batch_type = type(inputs)
         is_evaluation = self.is_attached and not model.training and not torch.is_grad_enabled()
+        is_evaluation &= isinstance(inputs, Mapping)
         if is_evaluation and not self._attached.kind.forward_is_shared:
             return self._evaluation.compute_loss(model, inputs, return_outputs, num_items_in_batch)
         is_training = model.training and torch.is_grad_enabled() and not return_outputs
@@ -251,6 +254,10 @@ class Engine:
         reasons = [*hooks_of_gradients(self._attached.trainer.model), *run.ranks.late_refusals()]
         if absent := run.ranks.absent(run.memo.roll_call, is_met=is_met):
             reasons.append(absent)
+        if not isinstance(inputs, Mapping):
+            reasons.append(
+                f"its micro-batches are no dictionaries: each is a {type(inputs).__name__}"
+            )
         if reasons:
             run.is_refused = True
             run.ranks.end()

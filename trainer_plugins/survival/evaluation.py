@@ -186,7 +186,8 @@ class Evaluation:
         before = RestorePoint(trainer, "eval")
 
         def predict(some: Inputs) -> Predicted:
-            step: Predicted = self._attached.prediction_step(model, dict(some), False, *args, **kw)
+            batch: Any = type(inputs)(some)  # type: ignore[call-arg]
+            step: Predicted = self._attached.prediction_step(model, batch, False, *args, **kw)
             return step
 
         def join(parts: tuple[torch.Tensor | None, ...]) -> torch.Tensor | None:
@@ -224,7 +225,8 @@ class Evaluation:
 
         def compute(some: Inputs) -> Result:
             with self._gathers.hold():  # trainers take labels out of their inputs
-                result: Result = self._attached.compute_loss(model, dict(some), **options)
+                batch = self._attached.batch_type(some)
+                result: Result = self._attached.compute_loss(model, batch, **options)
             return result
 
         self._gathers.begin()

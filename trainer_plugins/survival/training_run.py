@@ -51,6 +51,7 @@ class Attached:
     compute_loss: Callable[..., Any]
     backward: Callable[..., None]
     prediction_step: Callable[..., Any]
+    batch_type: Callable[[Inputs], Any] = dict  # what the user's `compute_loss` gets
 
     @property
     def why_own_loss(self) -> str:
@@ -150,12 +151,11 @@ class TrainingRun:
         """Call the Trainer's own `compute_loss` on a copy of the inputs, which trainers modify."""
         attached = self.attached
         without_numbers = {name: value for name, value in inputs.items() if name != ROW}
+        batch = attached.batch_type(without_numbers)
         is_first = self.what_moved is None and model.training
         state = self.certificate.full_state() if is_first else None
         with self.gathers.hold(), self._give_to_loss(model):
-            loss: torch.Tensor = attached.compute_loss(
-                model, without_numbers, num_items_in_batch=num_items
-            )
+            loss: torch.Tensor = attached.compute_loss(model, batch, num_items_in_batch=num_items)
         if state is not None:
             moved = state.find_moved()
             self.what_moved = explain_not_divided(moved.values())
@@ -185,7 +185,8 @@ class TrainingRun:
                 part.model = self.wrapped
 
     def tiny_pass(self, inputs: Inputs, num_items: NumItems) -> None:
-        tiny = find_layout(self.attached.family.layouts, inputs).probe(inputs, 1)
+        layout = find_layout(self.attached.family.layouts, inputs)
+        tiny = self.attached.batch_type(layout.probe(inputs, 1))
         with self.gathers.hold(), self.attached.trainer.compute_loss_context_manager():
             loss = self.attached.compute_loss(self.model, tiny, num_items_in_batch=num_items)
         self.attached.backward(loss)

@@ -74,7 +74,7 @@ class State:
         contents = holder.read() if contents is None else contents
         if holder.draw is not None:
             self._draws.append((holder, contents))
-        elif holder.write is not None or holder.is_consumed:
+        else:  # a tuple stays as it is, but a tensor in it may be written into
             self._kept.append((holder, contents))
             for name, value in contents.items():
                 is_leaf = isinstance(value, torch.Tensor | np.ndarray)

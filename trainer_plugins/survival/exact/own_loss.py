@@ -7,7 +7,7 @@ axolotl do: we watch each call, and do not divide a loss that did not come from 
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -104,6 +104,8 @@ class Delegation:
         self.why_not = ""  # why the last loss is the user's own; empty if it is the library's
 
     def __call__(self, model: nn.Module, inputs: Inputs, **options: Any) -> Any:
+        if not isinstance(inputs, Mapping):  # such batches are never divided
+            return self.original(model, inputs, **options)
         given = {name: (value, _num_changes(value)) for name, value in inputs.items()}
         if model not in self._parameters:  # listing them takes milliseconds, so do it once
             self._parameters[model] = tuple(model.parameters())
