@@ -103,6 +103,9 @@ def test_nor_is_a_step_taken_when_the_first_micro_batch_was_divided(
     assert trainer.state.global_step == 0
 
 
+_SEEN: list[int] = []  # the first token of each row
+
+
 class CountsTokens(Trainer):
     """Reads its batch as what a tokenizer's `pad` returns, which collators pass on."""
 
@@ -110,6 +113,7 @@ class CountsTokens(Trainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         self.num_tokens += inputs.attention_mask.sum().item()
+        _SEEN.extend(inputs.input_ids[:, 0].tolist())
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
 
@@ -125,6 +129,26 @@ def test_a_batch_is_of_the_collators_class_whole_and_in_pieces(tmp_path) -> None
 
     whole, survived = survive(make, {0: 0.8, 3: 0.3})
     assert gradients_off_by(survived, whole) <= 1e-12
+
+
+def test_what_a_loss_counts_is_of_each_row_once(tmp_path) -> None:
+    """A failed attempt and the measurements before the first pieces leave nothing."""
+
+    def make():
+        _SEEN.clear()
+        return small_trainer(
+            tmp_path,
+            trainer_class=CountsTokens,
+            data_collator=lambda rows: BatchEncoding(padded(rows)),
+        )
+
+    whole = Run(make())
+    rows = [*_SEEN]
+    trainer = make()
+    survive_oom(trainer)
+    Run(trainer, {n: [int(whole.num_allocations[n] * part)] for n, part in ((0, 0.8), (3, 0.3))})
+    assert trainer.num_tokens == whole.trainer.num_tokens
+    assert rows == _SEEN
 
 
 class UnpacksTuples(Trainer):

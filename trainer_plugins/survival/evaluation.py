@@ -14,7 +14,7 @@ from transformers import Seq2SeqTrainer
 from trainer_plugins.advice import SMALLER_EVAL_BATCH, Door
 from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
-from trainer_plugins.survival.attempt.holders import Roots
+from trainer_plugins.survival.attempt.holders import Roots, find_loss_roots
 from trainer_plugins.survival.attempt.state import RestorePoint, State, roots_of_state
 from trainer_plugins.survival.certificate.certificate import Certificate, batch_kind
 from trainer_plugins.survival.exact.gathers import Exchanging, Gathers
@@ -160,6 +160,7 @@ class Evaluation:
         """Forget all measurements: they belong to another run's model."""
         self._certificates.clear()
         vars(self).pop("_roots", None)
+        vars(self).pop("_loss_roots", None)
 
     def prediction_step(
         self, model: nn.Module, inputs: Inputs, prediction_loss_only: bool, *args: Any, **kw: Any
@@ -183,7 +184,7 @@ class Evaluation:
     def _generate(self, model: nn.Module, inputs: Inputs, *args: Any, **kw: Any) -> Predicted:
         """Generate from a batch; if it does not fit, in parts, which draw in another order."""
         trainer: Any = self._attached.trainer
-        before = RestorePoint(trainer, "eval")
+        before = self._mark_start()
 
         def predict(some: Inputs) -> Predicted:
             batch: Any = type(inputs)(some)  # type: ignore[call-arg]
@@ -271,11 +272,16 @@ class Evaluation:
         return _join(layout, results)
 
     def _mark_start(self) -> RestorePoint:
-        return RestorePoint(self._attached.trainer, "eval", State(self._roots))
+        kept = State(self._roots), State(self._loss_roots)
+        return RestorePoint(self._attached.trainer, "eval", kept[0], loss=kept[1])
 
     @cached_property
     def _roots(self) -> Roots:
         return roots_of_state(self._attached.trainer.model)
+
+    @cached_property
+    def _loss_roots(self) -> Roots:
+        return find_loss_roots(self._attached.trainer)
 
     def _select_kept(self, outputs: object) -> Outputs:
         """Return the outputs that the Trainer keeps: no caches, and none for a mere loss."""
@@ -310,11 +316,11 @@ class Evaluation:
             try:
                 with gathers.measuring() if is_first else gathers.apart():
                     certificate.measure(
-                        layout, inputs, num_fit, loss, before.restore, gathers.has_exchanged
+                        layout, inputs, num_fit, loss, before.put_back, gathers.has_exchanged
                     )
                 with gathers.apart():
                     certificate.look_at_neighbours(
-                        layout, inputs, loss, before.restore, is_thorough=True
+                        layout, inputs, loss, before.put_back, is_thorough=True
                     )
             finally:
                 before.restore()

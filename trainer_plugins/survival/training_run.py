@@ -11,6 +11,7 @@ from torch import nn
 from trainer_plugins.finding import Finding
 from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.survival.attempt.attempt import judge_left_over
+from trainer_plugins.survival.attempt.holders import find_loss_roots
 from trainer_plugins.survival.attempt.state import (
     RestorePoint,
     State,
@@ -95,6 +96,7 @@ class TrainingRun:
         if self.is_compiled:  # the others hook into forward passes
             attached.ladder = tuple(rung for rung in attached.ladder if rung == CHECKPOINTING)
         self._roots = roots_of_state(self.ranks.bare)
+        self._loss_roots = find_loss_roots(attached.trainer)
         self.certificate = Certificate(self.ranks, attached.family, self._roots)
         # Listing takes milliseconds, so do it once. Recovery notices if the list becomes wrong.
         self._parameters = tuple(model.parameters())
@@ -102,7 +104,10 @@ class TrainingRun:
     def start(self) -> Start:
         return Start(
             RestorePoint(
-                self.attached.trainer, state=State(self._roots), notes=self.certificate.notes
+                self.attached.trainer,
+                state=State(self._roots),
+                notes=self.certificate.notes,
+                loss=State(self._loss_roots),
             ),
             GradientMark(self.ranks.select_kept(self._parameters)),
             self.card.read_allocated_bytes(),
@@ -124,7 +129,7 @@ class TrainingRun:
                     stack.enter_context(torch.compiler.set_stance("force_eager"))
                 gathers = self.gathers
                 stack.enter_context(gathers.measuring() if shows_metrics else gathers.apart())
-                yield before.restore
+                yield before.put_back
         finally:
             before.restore()
             self.ranks.forget()

@@ -1,5 +1,6 @@
 """Holders: finds values that code outside libraries keeps between two calls, wherever they are."""
 
+import inspect
 import io
 import random
 import types
@@ -15,7 +16,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from trainer_plugins.survival.attempt.users_code import is_users_object, module_of, names_in
+from trainer_plugins.survival.attempt.users_code import (
+    is_users_function,
+    is_users_object,
+    module_of,
+    names_in,
+)
 from trainer_plugins.upkeep.stack import is_of_project
 
 _MOST_ITEMS = 1000  # longer collections hold rows: we compare them but do not descend
@@ -136,6 +142,34 @@ def is_open(one: object) -> bool:
     home = module_of(type(one))
     is_given = home.startswith("torch.utils.data") or home.partition(".")[0] in _OPEN
     return is_given or is_users_object(one)
+
+
+def find_code(objects: Mapping[str, object]) -> tuple[Holder, ...]:
+    """Find the places that the code of these objects keeps: it never changes, so search once."""
+    return tuple(
+        holder
+        for holder, contents in walk(Roots(objects))
+        if holder.is_code and not all(map(is_code, contents.values()))
+    )
+
+
+def find_loss_roots(trainer: Any) -> Roots:
+    """Find what a user's loss keeps, such as metrics: on its Trainer, or where its code does."""
+    names, waiting = set[str](), ["compute_loss"]
+    functions: dict[str, object] = {}
+    while waiting:
+        name = waiting.pop()
+        for kind in type(trainer).__mro__:
+            function = inspect.unwrap(vars(kind).get(name))  # type: ignore[arg-type]
+            if isinstance(function, types.FunctionType) and is_users_function(function):
+                functions[f"{kind.__name__}.{name}"] = function
+                waiting.extend({*names_in(function.__code__)} - names)
+                names.update(waiting)
+    given = {"compute_loss_func": trainer.compute_loss_func}
+    objects = given if callable(trainer.compute_loss_func) else {}  # TRL's marker is a string
+    words, own = f"an attribute of {type(trainer).__name__}", vars(trainer)
+    held = describe_mapping("trainer", words, own, lambda: [name for name in own if name in names])
+    return Roots(objects, (held, *find_code({**functions, **objects})))
 
 
 def _holders(path: str, one: Any, *, is_root: bool) -> Iterator[Holder]:

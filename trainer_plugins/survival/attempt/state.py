@@ -22,7 +22,7 @@ from trainer_plugins.survival.attempt.holders import (
     attributes_of,
     buffers_of,
     describe_mapping,
-    is_code,
+    find_code,
     own_names,
     walk,
 )
@@ -262,12 +262,7 @@ def roots_of_state(model: nn.Module) -> Roots:
                 path = holder.path_of(name)
                 apart |= {f"{path}.{n}".rstrip("."): part for n, part in one.named_modules()}
     objects |= apart
-    code = (
-        holder
-        for holder, contents in walk(Roots(objects))
-        if holder.is_code and not all(map(is_code, contents.values()))
-    )
-    return Roots(objects, tuple(code))
+    return Roots(objects, find_code(objects))
 
 
 def _roots_in(path: str, module: nn.Module) -> Iterator[tuple[str, object]]:
@@ -328,9 +323,10 @@ class RestorePoint:
         mode: str = "train",
         state: State | None = None,
         notes: Container[str] = (),
+        loss: State | None = None,  # what a user's loss keeps: pieces go on with it
     ) -> None:
         self._trainer, self._mode, self._notes = trainer, mode, notes
-        self.state = state or State(Roots({}, ()))
+        self.state, self._loss = state or State(Roots({}, ())), loss
         self._generators = Generators(trainer.args.device)
         self._num_tokens = getattr(trainer, "_total_train_tokens", None)
         self._ends = [
@@ -339,6 +335,12 @@ class RestorePoint:
         ]
 
     def restore(self) -> None:
+        self.put_back()
+        if self._loss is not None:
+            self._loss.restore()
+
+    def put_back(self) -> None:
+        """Restore all but what a user's loss keeps: a measurement has to see if that changes it."""
         self._generators.restore()
         self.state.restore_draws()
         self.state.restore()
