@@ -1,8 +1,10 @@
 """Healthy runs pass the check with nothing above INFO, and no check fails; ZeRO-3, FSDP2 and DDP do in tests/distributed."""
 
 import logging
+import random
 from dataclasses import fields
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -192,3 +194,28 @@ def test_on_the_cpu_too(make_trainer, caplog) -> None:
         trainer.train()
     assert trainer.state.global_step == 1
     assert "check-not-made" not in caplog.text
+
+
+class Augments(torch.utils.data.Dataset):
+    """Replaces a token of each row that it gives, drawn from a generator of its own."""
+
+    def __init__(self) -> None:
+        dice, self.draw = np.random.default_rng(0), random.Random(0).random
+        self.token = lambda: int(dice.integers(1, 127))
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        ids = [self.token(), 1 + int(126 * self.draw()), *range(1, 7)]
+        return {"input_ids": ids, "labels": ids}
+
+
+def test_what_a_data_set_draws_is_what_it_would_have_drawn(make_trainer) -> None:
+    def train(*callbacks: Preflight) -> list[float]:
+        trainer = make_trainer(*callbacks, use_cpu=True, logging_strategy="steps", logging_steps=1)
+        trainer.train_dataset = torch.utils.data.Subset(Augments(), range(32))
+        trainer.train()
+        return [logs["grad_norm"] for logs in trainer.state.log_history if "grad_norm" in logs]
+
+    assert train(Preflight()) == train()

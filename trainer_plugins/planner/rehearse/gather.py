@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from trainer_plugins.devices.host import HostDevice
+from trainer_plugins.draws import keep_draws
 from trainer_plugins.launch.main_memory import HostLimits
 from trainer_plugins.longest import has_rows, lengths_of
 from trainer_plugins.planner.cards import Card
@@ -140,11 +141,12 @@ def _card_here(device: torch.device) -> Card | None:
 
 @contextlib.contextmanager
 def keep_undisturbed(trainer: Any) -> Iterator[None]:
-    """Restore the random states and the Trainer's columns afterwards."""
+    """Restore the random states, also those of its data, and the Trainer's columns afterwards."""
     columns = trainer._signature_columns
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()
     try:
-        yield
+        with keep_draws(trainer.train_dataset, trainer.eval_dataset, trainer.data_collator):
+            yield
     finally:
         trainer._signature_columns = columns
         torch.set_rng_state(states[0])

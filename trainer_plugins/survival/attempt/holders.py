@@ -2,12 +2,10 @@
 
 import inspect
 import io
-import random
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from trainer_plugins.draws import find_draws
 from trainer_plugins.survival.attempt.users_code import (
     is_users_function,
     is_users_object,
@@ -173,8 +172,9 @@ def find_loss_roots(trainer: Any) -> Roots:
 
 
 def _holders(path: str, one: Any, *, is_root: bool) -> Iterator[Holder]:
-    if (drawn := _generator(path, one)) is not None:
-        yield drawn
+    if (draws := find_draws(one)) is not None:
+        get, put = draws.get, draws.put
+        yield Holder(path, "", lambda: {"": get()}, lambda kept: put(kept[""]), draw=draws.draw)
     elif is_consumed(one):
         yield Holder(path, f"a {type(one).__name__}", lambda: {"": None}, is_consumed=True)
     elif isinstance(one, list | deque | tuple | dict | set | frozenset):
@@ -306,26 +306,6 @@ def _slots_of(one: object) -> list[str]:
         slots = vars(kind).get("__slots__", ())
         found += [slots] if isinstance(slots, str) else slots
     return [name for name in found if name not in ("__dict__", "__weakref__")]
-
-
-def _generator(path: str, one: Any) -> Holder | None:
-    get: Callable[[], Any]
-    put: Callable[[Any], object]
-    draw: Callable[[int], object]
-    if isinstance(one, random.Random):
-        get, put, draw = one.getstate, one.setstate, lambda num: one.getrandbits(64 * num)
-    elif isinstance(one, np.random.RandomState):
-        get, put, draw = one.get_state, one.set_state, one.random_sample
-    elif isinstance(one, torch.Generator):
-        get, put = one.get_state, one.set_state
-        draw = partial(torch.rand, generator=one, device=one.device)
-    elif isinstance(one, np.random.Generator | np.random.BitGenerator):
-        bits: Any = getattr(one, "bit_generator", one)
-        get, put = lambda: deepcopy(bits.state), partial(setattr, bits, "state")
-        draw = bits.random_raw
-    else:
-        return None
-    return Holder(path, "", lambda: {"": get()}, lambda kept: put(kept[""]), draw=draw)
 
 
 def is_consumed(one: object) -> bool:
