@@ -16,7 +16,7 @@ from torch import nn
 _MOST_ITEMS = 1000  # longer collections hold rows
 _MOST_OBJECTS = 20_000
 
-_WITHOUT = (
+_CLOSED = (
     type(None),
     str,
     bytes,
@@ -68,7 +68,7 @@ def _walk(objects: tuple[object, ...]) -> Iterator[Draws]:
     waiting, seen = deque(objects), dict[int, object]()
     while waiting and len(seen) < _MOST_OBJECTS:
         one = waiting.popleft()
-        if id(one) in seen or isinstance(one, _WITHOUT):
+        if id(one) in seen or isinstance(one, _CLOSED):
             continue
         seen[id(one)] = one
         if (draws := find_draws(one)) is not None:

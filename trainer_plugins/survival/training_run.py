@@ -52,7 +52,7 @@ class Attached:
     compute_loss: Callable[..., Any]
     backward: Callable[..., None]
     prediction_step: Callable[..., Any]
-    batch_type: Callable[[Inputs], Any] = dict  # what the user's `compute_loss` gets
+    batch_type: Callable[[Inputs], Any] = dict  # of the user's batches, built as the Trainer does
 
     @property
     def why_own_loss(self) -> str:
