@@ -164,30 +164,13 @@ print(*sorted(set(sys.modules) - before))
 @pytest.mark.parametrize(
     "module",
     [
-        "check.gather_here",
-        "record.timeline",
-        "record.history",
-        "record.metrics",
-        "report.text",
-        "report.top_page",
-        "explain.run",
-        "cli",
-        "oom",
-        "explain.text",
-        "allocator.settings",
-        "allocator.model",
-        "planner",
-        "launch.environment",
-        "launch.configs",
-        "launch.lint.judge",
-        "plug_in.attachment",
-        "run",
-        "plug_in.options",
-        "testing.simgpu",
-        "testing.nvml",
+        "check.gather_here", "record.timeline", "record.history", "record.metrics", "report.text",
+        "report.top_page", "explain.run", "cli", "oom", "explain.text", "allocator.settings",
+        "allocator.model", "planner", "launch.environment", "launch.configs", "launch.lint.judge",
+        "plug_in.attachment", "run", "plug_in.options", "testing.simgpu", "testing.nvml",
         "testing.card",
     ],
-)
+)  # fmt: skip
 def test_what_should_be_light_imports_neither_torch_nor_transformers(module: str) -> None:
     code = f"import sys, trainer_plugins.{module}; sys.exit(bool({{'torch', 'transformers'}} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

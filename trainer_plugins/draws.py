@@ -17,17 +17,8 @@ _MOST_ITEMS = 1000  # longer collections hold rows
 _MOST_OBJECTS = 20_000
 
 _CLOSED = (
-    type(None),
-    str,
-    bytes,
-    int,
-    float,
-    type,
-    ModuleType,
-    nn.Module,
-    torch.Tensor,
-    np.ndarray,
-)
+    type(None), str, bytes, int, float, type, ModuleType, nn.Module, torch.Tensor, np.ndarray,
+)  # fmt: skip
 
 
 class Draws(NamedTuple):
