@@ -22,4 +22,7 @@ def refuse_bad_input(*kinds: type[Exception]) -> Iterator[None]:
         why = str(error)
         if isinstance(error, OSError) and error.filename:
             why = f"{error.filename}: {error.strerror}"
-        refuse(click.get_current_context().command_path, why)
+        context = click.get_current_context()
+        while context.parent is not None and context.parent.parent is not None:
+            context = context.parent  # `configs check` speaks as `configs`
+        refuse(f"trainer-plugins {context.info_name}", why)
