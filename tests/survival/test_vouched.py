@@ -9,7 +9,15 @@ from transformers import HfArgumentParser, Trainer
 from transformers.loss.loss_utils import LOSS_MAPPING
 
 from tests.models import tiny_llama
-from tests.survival.failing import Run, gradients_off_by, packed, padded, small_trainer, survive
+from tests.survival.failing import (
+    Run,
+    gradients_by_rounding,
+    gradients_off_by,
+    packed,
+    padded,
+    small_trainer,
+    survive,
+)
 from tests.survival.test_attach import remarks
 from trainer_plugins import MemoryArguments, callbacks_from_args, protect, survive_oom
 
@@ -68,6 +76,33 @@ def test_a_loss_of_ones_own_is_divided_as_it_is_measured(tmp_path, case: str) ->
     assert gradients_off_by(survived, whole) <= 1e-6
     told = remarks(tmp_path, "out-of-memory-survived")[0].finding.evidence
     assert f"; you vouched for the loss: it was measured as {measured}" in told
+
+
+class WarmsUp(Trainer):
+    """Counts its calls, and lets more and more of the loss through."""
+
+    num_calls = num_rows = 0
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        self.num_calls += 1
+        self.num_rows += len(inputs["labels"])
+        return model(**inputs).loss * min(1, self.num_calls / 10)
+
+
+def test_a_count_that_a_loss_depends_on_is_of_micro_batches(tmp_path) -> None:
+    def collate(rows):
+        batch = padded(rows)
+        return {**batch, "labels": batch["labels"].where(batch["labels"] < 0, 3)}
+
+    whole, survived = survive(
+        lambda: make(tmp_path, trainer_class=WarmsUp, data_collator=collate),
+        {0: 0.8},
+        vouch_for_loss=True,
+    )
+    assert gradients_by_rounding(survived.gradients, whole.gradients) <= 1
+    assert remarks(tmp_path, "out-of-memory-survived")
+    assert survived.trainer.num_calls == whole.trainer.num_calls == 4
+    assert survived.trainer.num_rows == whole.trainer.num_rows == 16
 
 
 @pytest.mark.all

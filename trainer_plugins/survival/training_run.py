@@ -11,7 +11,7 @@ from torch import nn
 from trainer_plugins.finding import Finding
 from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.survival.attempt.attempt import judge_left_over
-from trainer_plugins.survival.attempt.holders import find_loss_roots
+from trainer_plugins.survival.attempt.holders import Roots, find_loss_roots
 from trainer_plugins.survival.attempt.state import (
     RestorePoint,
     State,
@@ -95,8 +95,10 @@ class TrainingRun:
         self.is_compiled = is_compiled(model)
         if self.is_compiled:  # the others hook into forward passes
             attached.ladder = tuple(rung for rung in attached.ladder if rung == CHECKPOINTING)
-        self._roots = roots_of_state(self.ranks.bare)
+        self._roots = self._model_roots = roots_of_state(self.ranks.bare)
         self._loss_roots = find_loss_roots(attached.trainer)
+        if attached.family.is_vouched:  # a loss of the user's own may depend on what it keeps
+            self._roots, self._loss_roots = self._roots.join(self._loss_roots), Roots({}, ())
         self.certificate = Certificate(self.ranks, attached.family, self._roots)
         # Listing takes milliseconds, so do it once. Recovery notices if the list becomes wrong.
         self._parameters = tuple(model.parameters())
@@ -158,7 +160,7 @@ class TrainingRun:
         without_numbers = {name: value for name, value in inputs.items() if name != ROW}
         batch = attached.batch_type(without_numbers)
         is_first = self.what_moved is None and model.training
-        state = self.certificate.full_state() if is_first else None
+        state = self._model_state() if is_first else None
         with self.gathers.hold(), self._give_to_loss(model):
             loss: torch.Tensor = attached.compute_loss(model, batch, num_items_in_batch=num_items)
         if state is not None:
@@ -169,6 +171,10 @@ class TrainingRun:
         if why := attached.why_own_loss:
             self.what_moved = why + VOUCH
         return loss
+
+    def _model_state(self) -> State:
+        has_parameters = not self.ranks.forward_is_shared
+        return State(self._model_roots, self.ranks.bare, has_parameters=has_parameters)
 
     @contextmanager
     def _give_to_loss(self, model: nn.Module) -> Iterator[None]:

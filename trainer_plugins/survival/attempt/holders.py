@@ -74,6 +74,9 @@ class Roots(NamedTuple):
     objects: Mapping[str, object]
     code: tuple[Holder, ...] | None = None  # None: search for it, which takes longer
 
+    def join(self, others: "Roots") -> "Roots":
+        return Roots({**self.objects, **others.objects}, (*(self.code or ()), *(others.code or ())))
+
 
 def walk(roots: Roots) -> Iterator[tuple[Holder, Contents]]:
     """Yield each place reachable from the roots, with its contents; skip libraries' objects."""
