@@ -132,18 +132,9 @@ def test_the_help_of_plan_begins_with_what_most_need() -> None:
     assert len(panels) == len(set(panels)) == 9
     first = text.split("Most used:")[1].split("Model:")[0]
     assert re.findall(r"^  (--[\w-]+)", first, re.MULTILINE) == [
-        "--model",
-        "--seq-length",
-        "--lora-r",
-        "--load-in-4bit",
-        "--gpu",
-        "--num-gpus",
-        "--accelerate-config",
-        "--search",
-        "--verbose",
-        "--html",
-        "--json",
-    ]
+        "--model", "--seq-length", "--lora-r", "--load-in-4bit", "--gpu", "--num-gpus",
+        "--accelerate-config", "--search", "--verbose", "--html", "--json",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["check", "plan", "env", "top", "report", "explain"])
@@ -158,18 +149,9 @@ def test_the_help_breaks_no_word_at_80_columns(name: str) -> None:
 def test_check_takes_what_describes_a_run_and_its_help_is_short() -> None:
     text = shown("check", "-h").partition("Most used:")[2]
     assert re.findall(r"^  (-[\w-]+)", text, re.MULTILINE) == [
-        "--model",
-        "--seq-length",
-        "--lora-r",
-        "--load-in-4bit",
-        "--gpu",
-        "--num-gpus",
-        "--accelerate-config",
-        "--verbose",
-        "--json",
-        "--host-memory",
-        "-h",
-    ]
+        "--model", "--seq-length", "--lora-r", "--load-in-4bit", "--gpu", "--num-gpus",
+        "--accelerate-config", "--verbose", "--json", "--host-memory", "-h",
+    ]  # fmt: skip
     of_each = dict(commands.commands())
     of_plan, of_check = ({one.name for one in of_each[name].params} for name in ("plan", "check"))
     of_a_command = {"steps", "alone", "snapshot", "dry_env"}

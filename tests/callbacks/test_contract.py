@@ -104,16 +104,7 @@ def test_all_through_evaluation_prediction_save_and_resume(
     assert resumed.state.global_step == 8
     assert next(resumed.model.parameters()).device.type == anywhere
     run = tmp_path / "run"
-    assert read_steps(run) == [
-        1,
-        2,
-        3,
-        4,
-        5,
-        6,
-        7,
-        8,
-    ]  # the resumed run went on in the first's file
+    assert read_steps(run) == [*range(1, 9)]  # the resumed run went on in the first's file
     assert {entry.moment for entry in read_entries(run, Sample)} == {
         "begin", "train", "eval", "save", "predict", "end",
     }  # fmt: skip

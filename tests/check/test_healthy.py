@@ -157,21 +157,10 @@ def trl_reward(make):
 
 
 HEALTHY = [
-    language_model,
-    checkpointing_evaluation_and_saves,
-    tied_weights,
-    words_to_words,
-    classes_with_metrics,
-    pictures,
-    adapters,
-    a_stream,
-    grouped_by_length,
-    protected,
-    trl_sft,
-    trl_sft_with_adapters,
-    trl_dpo_with_adapters,
-    trl_reward,
-]
+    language_model, checkpointing_evaluation_and_saves, tied_weights, words_to_words,
+    classes_with_metrics, pictures, adapters, a_stream, grouped_by_length, protected, trl_sft,
+    trl_sft_with_adapters, trl_dpo_with_adapters, trl_reward,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("healthy", HEALTHY, ids=lambda run: run.__name__)

@@ -122,7 +122,7 @@ def test_an_app_that_passes_callbacks_on_is_given_them(tmp_path: Path) -> None:
     )
 
     assert done.returncode == 0, done.stderr[-3000:]
-    names = (
+    names = [
         "StrategyInForce",
         "Preflight",
         "ReleaseEarlierRuns",
@@ -131,7 +131,7 @@ def test_an_app_that_passes_callbacks_on_is_given_them(tmp_path: Path) -> None:
         "ResumeGuard",
         "MemoryWatchdog",
         "OOMReporter",
-    )
+    ]
     given = homes([f"{CALLBACKS}.{name}" for name in names])
     assert ours(tmp_path) == given
     *_, cache, _, _, watchdog, _ = given

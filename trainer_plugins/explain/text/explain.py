@@ -16,8 +16,8 @@ from trainer_plugins.explain.text.text_facts import TextFacts, gather
 from trainer_plugins.explain.text.told import (
     ASKS_NEED,
     FRAME,
+    SETS_ROWS,
     find_question,
-    find_settings,
     find_told_oom,
 )
 from trainer_plugins.oom import OutOfMemory
@@ -154,7 +154,7 @@ def _explain_without_oom(excerpt: Excerpt, subject: str) -> Explanation:
     need = find_question(excerpt, ASKS_NEED)
     if in_words and not need:
         return explain_excerpt(in_words, subject)
-    if question := need or find_question(excerpt) or find_settings(excerpt):
+    if question := need or find_question(excerpt) or find_question(excerpt, SETS_ROWS):
         answer = explain_excerpt(question, subject)
         first, *more = answer.causes
         grade = first.grade if first.code == "regression" else "possible"

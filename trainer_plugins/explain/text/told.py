@@ -86,7 +86,7 @@ _OTHER_ERRORS = re.compile(
     r"|not (?:supported|implemented)|(?:key|type|value|import|attribute|assertion|index)error"
 )
 FRAME = re.compile(r'\s*File "')
-_ROWS_ARE_SET = re.compile(r"per_device_train_batch_size")
+SETS_ROWS = re.compile("per_device_train_batch_size")  # settings without an error ask, too
 _MOST_LINES = 60  # a longer text without an error is a log of something else, unless a person wrote
 _WRITTEN = re.compile(r"#{1,4} \w|```|.*[?\uff1f]\s*$")
 
@@ -118,16 +118,6 @@ def find_question(excerpt: Excerpt, asks: re.Pattern[str] = _ASKS) -> Excerpt | 
     words = lines[asked].text
     oom = OutOfMemory(source="allocator", is_certain=False, fatal="", text=words)
     return Excerpt(oom, lines, asked)
-
-
-def find_settings(excerpt: Excerpt) -> Excerpt | None:
-    """Take a training's settings that come without an error: whether it fits is the question."""
-    lines = excerpt.lines
-    at = next((at for at, line in enumerate(lines) if _ROWS_ARE_SET.search(line.text)), None)
-    if at is None or any(_AN_ERROR.match(line.text) for line in lines):
-        return None
-    oom = OutOfMemory(source="allocator", is_certain=False, fatal="", text=lines[at].text)
-    return Excerpt(oom, lines, at)
 
 
 def _cut_at_the_end(lines: tuple[LogLine, ...]) -> Excerpt | None:
