@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import click
 
-from trainer_plugins.plug_in.flags import PATH, argument, refuse
+from trainer_plugins.plug_in.flags import PATH, argument, name_of, refuse
 
 take_as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 take_vllm = click.option("--vllm", is_flag=True, help="vLLM will run inside the training process.")
@@ -22,7 +22,4 @@ def refuse_bad_input(*kinds: type[Exception]) -> Iterator[None]:
         why = str(error)
         if isinstance(error, OSError) and error.filename:
             why = f"{error.filename}: {error.strerror}"
-        context = click.get_current_context()
-        while context.parent is not None and context.parent.parent is not None:
-            context = context.parent  # `configs check` speaks as `configs`
-        refuse(f"trainer-plugins {context.info_name}", why)
+        refuse(name_of(click.get_current_context()), why)

@@ -25,6 +25,13 @@ SETTINGS: Mapping[str, Any] = {
 }
 
 
+def name_of(context: click.Context) -> str:
+    """Return a command's name however it was started; that of `configs check` is its group's."""
+    while context.parent is not None and context.parent.parent is not None:
+        context = context.parent
+    return f"{'trainer-plugins ' if context.parent else ''}{context.info_name}"
+
+
 def refuse(prog: str, reason: object, exit_code: int = EXIT_USAGE) -> NoReturn:
     """Report bad input on one line that can be copied and searched, and exit."""
     sys.stderr.write(f"{prog}: {printable(reason)}\n")

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from trainer_plugins.plug_in.flags import SETTINGS, Command, refuse
+from trainer_plugins.plug_in.flags import SETTINGS, Command, name_of, refuse
 from trainer_plugins.plug_in.options import PREFIX, MemoryArguments
 from trainer_plugins.presets import PRESETS
 
@@ -32,9 +32,9 @@ class CommandInFront(Command):
                 **{each.name: ctx.params[each.name] for each in fields(MemoryArguments)}
             )
         except click.UsageError as error:
-            refuse(ctx.command_path, error.format_message())
+            refuse(name_of(ctx), error.format_message())
         except ValueError as error:
-            refuse(ctx.command_path, error)
+            refuse(name_of(ctx), error)
         return rest
 
 

@@ -1,7 +1,7 @@
 """Tells `exec` whether a Trainer had callbacks: each process under it leaves a mark."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
@@ -39,9 +39,13 @@ def folder_for_marks() -> Iterator[str]:
     with ExitStack() as stack:
         folder = ""
         # First a place that machines of a cluster share, and that is not cleaned after some days.
-        for place in (cache_folder, lambda: Path(gettempdir())):
+        places: tuple[Callable[[], Path], ...] = (
+            lambda: cache_folder() / "exec",
+            lambda: Path(gettempdir()),
+        )
+        for place in places:
             with suppress(OSError, RuntimeError):  # the second: this user has no home
-                parent = place() / "exec"
+                parent = place()
                 parent.mkdir(parents=True, exist_ok=True)
                 made = TemporaryDirectory(dir=parent, ignore_cleanup_errors=True)
                 folder = stack.enter_context(made)
