@@ -1,14 +1,9 @@
 """The size that was refused is solved where a text names the model, its rows or its length."""
 
-import json
-from pathlib import Path
-
 import pytest
 
 from tests.explain.stated import explained
-from trainer_plugins.explain.models import find_model
 
-CONFIGS = Path(__file__).parents[1] / "planner" / "configs"
 PLACES = {
     "loss": ("transformers/loss/loss_utils.py", "ForCausalLMLoss", "logits = logits.float()"),
     "mlp": ("transformers/models/qwen2/modeling_qwen2.py", "forward", "self.act_fn(self.gate_proj(x))"),
@@ -75,33 +70,3 @@ def test_a_size_is_solved(said: str, place: str, code: str, equation: str) -> No
 )
 def test_a_size_that_nothing_gives_is_not_explained(said: str, place: str, asked: str) -> None:
     assert not any(" x " in line for line in explained(of(said, place, asked)).causes[0].evidence)
-
-
-NAMES = {
-    "llama-3.1-8b": ("meta-llama/Llama-3.1-8B-Instruct", "unsloth/llama-3-8b-bnb-4bit", "Llama 3 8B"),
-    "llama-3.2-1b": ("Llama 3.2 1B",),
-    "llama-3.1-405b": ("Llama-3.1-405B",),
-    "llama-2-7b": ("Llama2-7b-hf",),
-    "mistral-7b-v0.1": ("mistralai/Mistral-7B-v0.1",),
-    "mistral-7b-v0.3": ("mistralai/Mistral-7B-v0.3", "mistralai/Mistral-7B-Instruct-v0.3"),
-    "qwen2.5-1.5b": ("qwen2.5_1.5b",),
-    "qwen2.5-7b": ("Qwen2.5-7B",),
-    "qwen3-8b": ("qwen3 8b",),
-    "smollm2-135m": ("HuggingFaceTB/SmolLM2-135M",),
-    "tinyllama-1.1b": ("TinyLlama-1.1B-Chat",),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("file", NAMES)
-def test_a_model_is_known_by_the_names_that_people_write(file: str) -> None:
-    config = json.loads((CONFIGS / f"{file}.json").read_text())
-    sizes = [config[f"{name}_size"] for name in ("vocab", "hidden", "intermediate")]
-    for name in NAMES[file]:
-        model = find_model(f"I train {name} with LoRA")
-        assert model is not None
-        assert [*model[1:]] == [*sizes, config["num_attention_heads"]]
-
-
-@pytest.mark.parametrize("name", ["llama3.1:405b", "gemma-2-27b-it, not gemma-2b", "CodeLlama-7b"])
-def test_no_other_model_is_taken_for_a_known_one(name: str) -> None:
-    assert find_model(f"I train {name} with LoRA") is None

@@ -9,13 +9,13 @@ from trainer_plugins.check import judge
 from trainer_plugins.check.gather_launch import gather_command, gather_launch
 from trainer_plugins.cli.as_json import print_json
 from trainer_plugins.cli.plan import take_as_json
-from trainer_plugins.cli.plan_dry import DryOptions, command_in, complete, variations_of
+from trainer_plugins.cli.plan_dry import DryOptions, command_in, variations_of
 from trainer_plugins.cli.spelled import WITH_OTHER_FLAGS, CommandOfARun
 from trainer_plugins.cli.typed_options import refuse_bad_input
 from trainer_plugins.finding import Severity
 from trainer_plugins.interrupted import interrupt_by_any_signal
 from trainer_plugins.launch.lint.document import ConfigError
-from trainer_plugins.planner.options import MOST_USED, RunOptions
+from trainer_plugins.planner.options import MOST_USED, RunOptions, complete
 from trainer_plugins.planner.plan import PlanError
 from trainer_plugins.plug_in.flags import PanelOption, take_options
 from trainer_plugins.report.check import check_report

@@ -38,7 +38,7 @@ _PICKLE = b"\x80"  # the first byte of a pickle (protocol 2 and later), but of n
     "--predict/--no-predict",
     "predicts",
     default=True,
-    help="Predict the effect of each remedy on a recorded run (takes up to a minute).",
+    help="Predict the effect of remedies, if the log or record shows the run (up to a minute).",
 )
 def explain(
     paths: tuple[str, ...], as_json: bool, html: Path | None, verbose: bool, predicts: bool

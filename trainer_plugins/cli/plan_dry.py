@@ -1,6 +1,5 @@
 """Turn the words of `trainer-plugins plan` into runs on cards that compute nothing."""
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -8,7 +7,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer_plugins.advice import SMALLER_ENGINE_SHARE, Door
 from trainer_plugins.drycuda.cuda_build import fetch
 from trainer_plugins.drycuda.dry_run import DryRun, dry_run_of
 from trainer_plugins.drycuda.dry_search import Variations
@@ -16,7 +14,7 @@ from trainer_plugins.drycuda.wall import Allowed
 from trainer_plugins.planner.calibrate import add_measured_context
 from trainer_plugins.planner.cards import NO_CARD, card_of
 from trainer_plugins.planner.inputs import request_of
-from trainer_plugins.planner.options import RunOptions, option, repeatable, switch
+from trainer_plugins.planner.options import RunOptions, complete, option, repeatable, switch
 from trainer_plugins.planner.plan import PlanError
 from trainer_plugins.plug_in.flags import assign_variables
 
@@ -24,9 +22,6 @@ if TYPE_CHECKING:
     from trainer_plugins.cli.plan import AnswerOptions
 
 _DRY_RUN = "Dry run, on cards that compute nothing"
-_LARGEST_LORA_RANK = 1 << 20
-_QUANTISES = [each.name for each in fields(RunOptions) if each.name.startswith(("load_in", "bnb"))]
-"""Options that are fields of a BitsAndBytesConfig, under their own names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,52 +133,6 @@ def _refuse_said_twice(run: RunOptions) -> None:
     ]
     if given:
         raise PlanError(f"{', '.join(given)}: a command after -- sets this itself")
-
-
-def complete(run: RunOptions, flags: Sequence[str]) -> RunOptions:
-    """Return options with those filled in that combine several; `flags` are TrainingArguments."""
-    quantisation = {name: value for name in _QUANTISES if (value := getattr(run, name))}
-    return replace(
-        run,
-        training_args=(*flags, *_vllm_flags(run.trainer, run.vllm_utilization)),
-        peft_config=_adapter(run),
-        quantization_config=quantisation or None,
-    )
-
-
-def _vllm_flags(trainer: str | None, share: float | None) -> tuple[str, ...]:
-    if share is None:
-        return ()
-    if trainer not in ("grpo", "rloo", "gmpo"):
-        raise PlanError("--vllm-utilization needs --trainer grpo, rloo or gmpo")
-    if not 0 < share < 1:
-        raise PlanError(f"--vllm-utilization is a share of the card below 1, got {share}")
-    utilization = SMALLER_ENGINE_SHARE.flag(Door.TRL, share=share).split()
-    return ("--use_vllm=True", "--vllm_mode=colocate", *utilization)
-
-
-def _adapter(options: RunOptions) -> dict[str, object] | None:
-    rank, target = options.lora_r, options.lora_target
-    if options.peft_config is not None:
-        if rank is not None:
-            raise PlanError("--lora-r and --peft-config both name an adapter to train: choose one")
-        return _read_adapter(options.peft_config)
-    if rank is None:
-        return None
-    if not 1 <= rank <= _LARGEST_LORA_RANK:
-        raise PlanError(f"--lora-r is a rank from 1 to {_LARGEST_LORA_RANK:,}, got {rank:,}")
-    modules = target if target == "all-linear" else [name.strip() for name in target.split(",")]
-    return {"peft_type": "LORA", "r": rank, "target_modules": modules}
-
-
-def _read_adapter(given: str) -> dict[str, object]:
-    try:
-        content = json.loads(given if given.lstrip().startswith("{") else Path(given).read_text())
-    except (ValueError, RecursionError) as error:
-        raise PlanError(f"--peft-config: {given} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise PlanError(f"--peft-config: {given} holds no mapping")
-    return content
 
 
 def _lengths_in(text: str | None) -> list[int]:

@@ -21,6 +21,7 @@ from trainer_plugins.planner.cards import (
     describe_context,
     describe_size,
 )
+from trainer_plugins.planner.compare.switches import source_of
 from trainer_plugins.planner.plan import (
     MOMENTS,
     Category,
@@ -32,6 +33,7 @@ from trainer_plugins.planner.plan import (
     part_of,
     peak_until_resume,
 )
+from trainer_plugins.planner.public_models import SHAPE_OF
 from trainer_plugins.planner.request import PlanRequest, TrainerSource
 from trainer_plugins.planner.tried import describe_error, name_untried
 from trainer_plugins.record.folder import from_json
@@ -232,6 +234,8 @@ def _assumptions(seen: Mapping[str, Any], run: DryRun) -> Iterator[str]:
     if run.alone and world_size > 1:
         yield f"only rank 0 of {world_size} ran; the other ranks are assumed to behave like it"
     yield from seen["notes"]
+    if run.of_config is not None and (name := source_of(run.of_config).config.get(SHAPE_OF)):
+        yield f"the shape of {name} is this package's own: no config.json of it is on this machine"
     if _cards(seen):
         yield _ONE_RUN
     if run.card != NO_CARD:

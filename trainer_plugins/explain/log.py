@@ -45,7 +45,7 @@ def explain_log(stream: BinaryIO, subject: str, predicts: bool = False) -> Expla
                 found = explain_record(record, folder, predicts)
                 where = printable(f"the log names the record of its run, used here: {path}")
                 return replace(found, subject=printable(subject), facts=(where, *found.facts))
-    found = explain_excerpt(excerpt, subject)
+    found = explain_excerpt(excerpt, subject, predicts)
     lost = tuple(
         f"the run's own record: the log names {printable(each.record)}, which is not here, or"
         " belongs to another run; run explain where it is"

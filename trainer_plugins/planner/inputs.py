@@ -18,6 +18,7 @@ from trainer_plugins.planner.calibrate import add_measured_context
 from trainer_plugins.planner.cards import card_of
 from trainer_plugins.planner.options import RunOptions
 from trainer_plugins.planner.plan import RUN_IT, NotPredicted, PlanError
+from trainer_plugins.planner.public_models import find_config
 from trainer_plugins.planner.request import (
     TRL_TRAINERS,
     ConfigSource,
@@ -151,7 +152,10 @@ def read_config(given: str | os.PathLike[str], from_hub: bool = False) -> dict[s
     """Read a config.json from its path, its folder, or by the model's name on the hub."""
     path = Path(given)
     if not path.exists():
-        path = _config_on_hub(os.fspath(given), from_hub)
+        found = _config_on_hub(os.fspath(given), from_hub)
+        if isinstance(found, dict):
+            return found
+        path = found
     file = path / _CONFIG if path.is_dir() else path
     try:
         content = json.loads(file.read_text())
@@ -167,8 +171,8 @@ def read_config(given: str | os.PathLike[str], from_hub: bool = False) -> dict[s
     return content
 
 
-def _config_on_hub(name: str, from_hub: bool) -> Path:
-    """Find a model's config.json in the hub's cache; `from_hub` downloads that one file."""
+def _config_on_hub(name: str, from_hub: bool) -> Path | dict[str, object]:
+    """Find a model's config.json in the hub's cache, else its shape; `from_hub` downloads it."""
     if from_hub:  # Otherwise each request also asks for a list of agents, to describe itself.
         os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
@@ -184,6 +188,8 @@ def _config_on_hub(name: str, from_hub: bool) -> Path:
             one_line = " ".join(str(error).split())
             reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else one_line
             raise PlanError(f"cannot download the config of {name}: {reason}") from error
+    if (public := find_config(name)) is not None:
+        return public
     raise PlanError(
         f"no model config at {name}, and the cache {constants.HF_HUB_CACHE} has no model of"
         f" that name. Name a file or folder on disk, or download just the model's {_CONFIG}"

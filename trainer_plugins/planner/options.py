@@ -5,10 +5,15 @@ changes the output only), and use it in `trainer_plugins/planner/inputs.py`. `do
 it.
 """
 
-from dataclasses import dataclass, field
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from trainer_plugins.advice import SMALLER_ENGINE_SHARE, Door
+from trainer_plugins.planner.plan import PlanError
 
 MOST_USED = "Most used"  # the first panel of a long help
 PINNED_MEMORY_HELP = "How much of it can be pinned, as in 2GiB (WSL has a limit)."
@@ -36,7 +41,8 @@ class RunOptions:
     """
 
     model: str | None = option(
-        MOST_USED, "A config.json, its folder, or org/name in the local hub cache."
+        MOST_USED,
+        "A config.json, its folder, or org/name in the local hub cache or of a known model.",
     )
     from_hub: bool = switch(_MODEL, "Download the config.json of --model org/name.")
     dtype: str | None = option(
@@ -136,3 +142,75 @@ class RunOptions:
     training_args: object = None  # TrainingArguments, a dict of their fields, or flags
     quantization_config: object = None  # a BitsAndBytesConfig, or a dict of its fields
     allocator: str | None = None  # the text of PYTORCH_ALLOC_CONF; None: as in this process
+
+
+_LARGEST_LORA_RANK = 1 << 20
+_QUANTISES = [each.name for each in fields(RunOptions) if each.name.startswith(("load_in", "bnb"))]
+"""Options that are fields of a BitsAndBytesConfig, under their own names."""
+
+
+def options_in(words: Sequence[str]) -> RunOptions:
+    """Parse the options and TrainingArguments of a command that `explain` has written.
+
+    >>> options_in(["--seq-length", "8", "--load-in-4bit", "--bf16", "True"]).training_args
+    ('--bf16', 'True')
+    """
+    defaults = {each.name: each.default for each in fields(RunOptions)}
+    given: dict[str, Any] = {}
+    flags, left = list[str](), iter(words)
+    for word in left:
+        name = word.removeprefix("--").replace("-", "_")
+        if defaults.get(name) is False:
+            given[name] = True
+        elif name in defaults:
+            value = next(left)
+            given[name] = int(value) if value.isdecimal() else value
+        else:
+            flags += [word, next(left)]
+    return complete(RunOptions(**given), flags)
+
+
+def complete(run: RunOptions, flags: Sequence[str]) -> RunOptions:
+    """Return options with those filled in that combine several; `flags` are TrainingArguments."""
+    quantisation = {name: value for name in _QUANTISES if (value := getattr(run, name))}
+    return replace(
+        run,
+        training_args=(*flags, *_vllm_flags(run.trainer, run.vllm_utilization)),
+        peft_config=_adapter(run),
+        quantization_config=quantisation or None,
+    )
+
+
+def _vllm_flags(trainer: str | None, share: float | None) -> tuple[str, ...]:
+    if share is None:
+        return ()
+    if trainer not in ("grpo", "rloo", "gmpo"):
+        raise PlanError("--vllm-utilization needs --trainer grpo, rloo or gmpo")
+    if not 0 < share < 1:
+        raise PlanError(f"--vllm-utilization is a share of the card below 1, got {share}")
+    utilization = SMALLER_ENGINE_SHARE.flag(Door.TRL, share=share).split()
+    return ("--use_vllm=True", "--vllm_mode=colocate", *utilization)
+
+
+def _adapter(options: RunOptions) -> dict[str, object] | None:
+    rank, target = options.lora_r, options.lora_target
+    if options.peft_config is not None:
+        if rank is not None:
+            raise PlanError("--lora-r and --peft-config both name an adapter to train: choose one")
+        return _read_adapter(options.peft_config)
+    if rank is None:
+        return None
+    if not 1 <= rank <= _LARGEST_LORA_RANK:
+        raise PlanError(f"--lora-r is a rank from 1 to {_LARGEST_LORA_RANK:,}, got {rank:,}")
+    modules = target if target == "all-linear" else [name.strip() for name in target.split(",")]
+    return {"peft_type": "LORA", "r": rank, "target_modules": modules}
+
+
+def _read_adapter(given: str) -> dict[str, object]:
+    try:
+        content = json.loads(given if given.lstrip().startswith("{") else Path(given).read_text())
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"--peft-config: {given} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise PlanError(f"--peft-config: {given} holds no mapping")
+    return content

@@ -1,7 +1,6 @@
 """Plan a run with each remedy in a subprocess, from the run's own record."""
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -10,6 +9,7 @@ from trainer_plugins.advice.entry import flags_in
 from trainer_plugins.drycuda.predict import predict_all
 from trainer_plugins.explain.answer import Explanation, Remedy
 from trainer_plugins.explain.run.case import Case
+from trainer_plugins.explain.text.predicted import OF_TRAINING, announce_plans
 from trainer_plugins.explain.text.remedies.plan_command import DECIDING
 from trainer_plugins.planner.cards import Card
 from trainer_plugins.planner.compare.switches import change_flags, half_as_long, source_of
@@ -20,7 +20,6 @@ from trainer_plugins.printable import printable
 from trainer_plugins.record.run_facts import RunFacts
 from trainer_plugins.units import count_in_words, size
 
-_OF_TRAINING = {"capacity", "long-sample", "logits-loss", "quadratic-attention", "optimizer-state"}
 _OF_EVALUATION = {"eval-batch", "eval-logits"}
 _OF_THE_MODEL = advice.SDPA_ATTENTION.arguments.partition("{")[0]
 _SURVIVE = advice.SURVIVE.shell.partition("COMMAND")[0]
@@ -51,7 +50,7 @@ Outcomes = Mapping[str, MemoryPlan | PlanError]
 def predict_remedies(said: Explanation, case: Case) -> Explanation:
     """Predict the effect of each remedy of the first cause, if a plan can show it."""
     code = said.causes[0].code
-    if code not in _OF_TRAINING | _OF_EVALUATION:
+    if code not in OF_TRAINING | _OF_EVALUATION:
         return said
     ours = [each for each in said.remedies if each.cause == code]
     try:
@@ -96,10 +95,7 @@ def _change(asked: PlanRequest, do: str) -> PlanRequest | None:
 
 
 def _plan_all(code: str, requests: Sequence[PlanRequest]) -> list[MemoryPlan | PlanError]:
-    sys.stderr.write(
-        f"trainer-plugins explain: {code}; planning the remedies, which takes some seconds"
-        " (Ctrl-C: answer without it)\n"
-    )
+    announce_plans(code)
     try:
         return predict_all(requests, _LONGEST_SECONDS)
     except KeyboardInterrupt:

@@ -12,6 +12,7 @@ from trainer_plugins.explain.text.causes import arithmetic, causes_of, others
 from trainer_plugins.explain.text.causes.numbers import is_fragmented
 from trainer_plugins.explain.text.excerpt import Excerpt
 from trainer_plugins.explain.text.remedies import choose_remedies, remedies_of
+from trainer_plugins.explain.text.remedies.plan_command import shows_run
 from trainer_plugins.explain.text.text_facts import TextFacts, gather
 from trainer_plugins.explain.text.told import (
     ASKS_NEED,
@@ -112,14 +113,14 @@ _LAUNCHER = re.compile(r"Killing subprocess|ChildFailedError|Sending process \d+
 _NO_OOM = OutOfMemory(source="allocator", is_certain=False, fatal="", text="")
 
 
-def explain_excerpt(excerpt: Excerpt, subject: str) -> Explanation:
+def explain_excerpt(excerpt: Excerpt, subject: str, predicts: bool = False) -> Explanation:
     """Explain the findings in a log, or report that it has no OOM (no causes)."""
     if excerpt.oom is None or _was_stopped(excerpt, excerpt.oom):
         return _explain_without_oom(excerpt, subject)
     facts = gather(excerpt, excerpt.oom)
     causes = causes_of(facts)
     numbers = _numbers(facts)
-    return Explanation(
+    found = Explanation(
         subject=subject,
         causes=add_numbers(causes, numbers, lambda _: "text"),
         remedies=remedies_of(causes, facts),
@@ -127,6 +128,11 @@ def explain_excerpt(excerpt: Excerpt, subject: str) -> Explanation:
         unknown=(*_unknown(facts), *_name_unread(excerpt)),
         numbers=numbers,
     )
+    if not (predicts and shows_run(facts)):
+        return found
+    from trainer_plugins.explain.text.predicted import predict_remedies
+
+    return predict_remedies(found, facts)
 
 
 def _was_stopped(excerpt: Excerpt, oom: OutOfMemory) -> bool:

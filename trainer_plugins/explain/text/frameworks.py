@@ -52,5 +52,9 @@ SPELLED: Mapping[tuple[Advice, str], str] = {
 
 def spell_for(one: Advice, facts: TextFacts) -> str | None:
     """Spell an advice for the framework that the text names; None if it is not known there."""
-    named = next((name for name, seen in _FRAMEWORKS.items() if facts.says(seen)), "")
-    return SPELLED.get((one, named))
+    return SPELLED.get((one, find_framework(facts)))
+
+
+def find_framework(facts: TextFacts) -> str:
+    """Return the framework that the text names; empty if it names none of these."""
+    return next((name for name, seen in _FRAMEWORKS.items() if facts.says(seen)), "")

@@ -4,9 +4,9 @@ import re
 from collections.abc import Mapping, Sequence
 
 from trainer_plugins import checkpointing
-from trainer_plugins.explain.models import find_model
 from trainer_plugins.explain.text.command import find_command
 from trainer_plugins.explain.text.text_facts import TextFacts
+from trainer_plugins.planner.public_models import find_model
 
 # The names used by transformers' examples, TRL, LLaMA-Factory, axolotl, DeepSpeed and QLoRA.
 _MODEL = (

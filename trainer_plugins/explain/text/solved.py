@@ -3,16 +3,16 @@
 from itertools import product
 from math import isqrt
 
-from trainer_plugins.explain.models import (
+from trainer_plugins.explain.shared import Said
+from trainer_plugins.explain.sizes import count_units, is_size_of, match_tokens
+from trainer_plugins.explain.text.settings import Settings
+from trainer_plugins.explain.text.text_facts import TextFacts
+from trainer_plugins.planner.public_models import (
     USUAL_VOCABULARIES,
     Model,
     find_model,
     vocabularies_of,
 )
-from trainer_plugins.explain.shared import Said
-from trainer_plugins.explain.sizes import count_units, is_size_of, match_tokens
-from trainer_plugins.explain.text.settings import Settings
-from trainer_plugins.explain.text.text_facts import TextFacts
 
 _DTYPES = {4: "float32", 2: "16 bits"}  # by the bytes of a number
 _USUAL_HEADS = (8, 16, 32)

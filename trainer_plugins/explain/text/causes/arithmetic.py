@@ -6,7 +6,6 @@ from dataclasses import replace
 from trainer_plugins import advice
 from trainer_plugins.advice.version_faults import find_fault
 from trainer_plugins.explain.answer import Cause, Certainty
-from trainer_plugins.explain.models import find_model
 from trainer_plugins.explain.shared import cause, quote, say
 from trainer_plugins.explain.text.causes.off_card import MERGES
 from trainer_plugins.explain.text.followed import is_followed
@@ -15,6 +14,7 @@ from trainer_plugins.explain.text.solved import solve_logits
 from trainer_plugins.explain.text.states import describe_need, read_states
 from trainer_plugins.explain.text.text_facts import TextFacts
 from trainer_plugins.explain.text.told import ASKS_NEED
+from trainer_plugins.planner.public_models import find_model
 from trainer_plugins.units import GIB
 
 # A shell ends a command at a comment, also between lines that a backslash joins.

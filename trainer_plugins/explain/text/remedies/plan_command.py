@@ -5,6 +5,7 @@ import shlex
 from collections.abc import Iterator
 
 from trainer_plugins import checkpointing
+from trainer_plugins.explain.text.frameworks import find_framework
 from trainer_plugins.explain.text.settings import DTYPES, ROWS, Settings
 from trainer_plugins.explain.text.states import read_states
 from trainer_plugins.explain.text.text_facts import TextFacts
@@ -28,13 +29,31 @@ _DOUBLE = "bnb_4bit_use_double_quant|double_quant|double_quantization|use_nested
 # Outside a command line the names of the other arguments mean many things.
 _PLAIN = {"gradient_accumulation_steps", checkpointing.NAME, "bf16", "fp16", "optim"}
 _TRAINER = re.compile(r"trl[/\\]\S*?\b(sft|dpo|kto|reward|grpo|rloo|orpo|cpo)_trainer")
-_LEFT_OPEN = ("MODEL", "LENGTH", "RANK", "ROWS")
+RANK = "RANK"
+_LEFT_OPEN = ("MODEL", "LENGTH", RANK, "ROWS")
+# Launches whose files the text has not, and programs with defaults of their own.
+_ANOTHER_RUN = r"(?i)deepspeed|\bzero[-_ ]?[123]|fsdp|megatron|unsloth"
 
 
 def plan_command(facts: TextFacts) -> tuple[str, list[str]]:
     """Write the command, and list the blanks that the text does not fill."""
-    words = ["trainer-plugins", "plan", *_words(facts, Settings(facts))]
-    return printable(shlex.join(words)), [word for word in words if word in _LEFT_OPEN]
+    words, blanks = list_words(facts)
+    return printable(shlex.join(["trainer-plugins", "plan", *words])), blanks
+
+
+def list_words(facts: TextFacts) -> tuple[list[str], list[str]]:
+    """List the options of `plan`, and the blanks among them that the text does not fill."""
+    words = [*_words(facts, Settings(facts))]
+    return words, [word for word in words if word in _LEFT_OPEN]
+
+
+def shows_run(facts: TextFacts) -> bool:
+    """Return whether a plan of what the text shows is the plan of its run."""
+    words, blanks = list_words(facts)
+    states = read_states(facts)
+    is_full = states is not None and states.is_full and not states.is_assumed
+    is_known = not {*blanks} - {RANK} and "--gpu" in words and (is_full or "--lora-r" in words)
+    return is_known and not find_framework(facts) and not facts.says(_ANOTHER_RUN)
 
 
 def _words(facts: TextFacts, read: Settings) -> Iterator[str]:
@@ -82,4 +101,4 @@ def _adapter(facts: TextFacts, read: Settings) -> Iterator[str]:
     if not rank and in_python:
         rank = in_python[1]
     if rank or read.is_on("use_peft|use_lora") or facts.find_call(r"\bpeft[/\\]"):
-        yield from ("--lora-r", rank or "RANK")
+        yield from ("--lora-r", rank or RANK)
