@@ -28,6 +28,9 @@ FRAGMENTS = frozenset(_FRAGMENTS.split())
 DOOR = Path("callbacks/_later.py")
 """It leads from callbacks to planner, check and explain; `tests/test_floors.py` checks that."""
 
+START = Path("__main__.py")
+"""It starts `cli`, and is no room of its own."""
+
 
 @functools.cache
 def trees() -> dict[Path, ast.Module]:
@@ -53,7 +56,7 @@ def imported(nodes: Iterator[ast.AST]) -> Iterator[list[str]]:
 def arrows_between(files: dict[Path, ast.Module], tower: str) -> dict[str, set[str]]:
     """Return the imports of each room of the package, or of one folder in it.
 
-    Imports of the one door at call time do not count.
+    Imports of the one door at call time do not count, and that of `python -m trainer_plugins`.
 
     Args:
         files: see `trees`.
@@ -63,7 +66,7 @@ def arrows_between(files: dict[Path, ast.Module], tower: str) -> dict[str, set[s
     inside = {
         path: tree
         for path, tree in files.items()
-        if path != DOOR and (not tower or path.parts[0] == tower)
+        if path not in (DOOR, START) and (not tower or path.parts[0] == tower)
     }
     rooms = {path.parts[depth].removesuffix(".py") for path in inside}
     arrows: dict[str, set[str]] = {room: set() for room in rooms}
