@@ -56,15 +56,18 @@ def test_the_first_remedy_makes_the_run_fit_as_its_plan_says() -> None:
     assert any("this package's own" in each for each in whole["assumptions"])  # type: ignore[attr-defined]
 
 
-def test_what_is_not_enough_is_not_offered() -> None:
-    command = LORA.format(model="HuggingFaceTB/SmolLM2-360M").replace("size 16", "size 4")
+def test_what_is_not_enough_is_offered_only_together() -> None:
+    command = LORA.format(model="HuggingFaceTB/SmolLM2-360M").replace("size 16", "size 2")
     command = command.replace("_length 1024", "_length 2048")
-    rows = "--per_device_train_batch_size 2 --gradient_accumulation_steps 2"
-    unchecked, checked = explained(command, 4.6, predicts=False), explained(command, 4.6)
-    assert unchecked.remedies[0].do == rows
-    assert rows not in [each.do for each in checked.remedies]
-    assert checked.remedies[0].do.startswith("trainer-plugins plan --model")
-    assert not any(each.flags for each in checked.remedies)
+    rows, checkpoints = "--per_device_train_batch_size 1", "--gradient_checkpointing True"
+    assert explained(command, 4.0, predicts=False).remedies[0].do.startswith(rows)
+    together, *others = explained(command, 4.0).remedies
+    assert together.do.startswith(rows)
+    assert together.do.endswith(checkpoints)
+    assert not any(each.flags for each in others)
+    too_small, *others = explained(command, 1.9).remedies
+    assert too_small.do.startswith("trainer-plugins plan --model")
+    assert not any(each.flags for each in others)
 
 
 @pytest.mark.parametrize(

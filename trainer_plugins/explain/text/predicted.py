@@ -5,7 +5,7 @@ tensors. The first remedy that may fit is planned with all layers, before it is 
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,9 +35,11 @@ from trainer_plugins.units import size
 
 OF_TRAINING = {"capacity", "long-sample", "logits-loss", "quadratic-attention", "optimizer-state"}
 _FEW, _MORE = 2, 4  # layers; even, so that two kinds that alternate are as many
-_LAYERS, _ROWS = "num_hidden_layers", "per_device_train_batch_size"
+_LAYERS, _LENGTH = "num_hidden_layers", "max_length"
+_ROWS, _STEPS = batch_flags(1, 1)
 _USUAL_RANK = "16"  # of LoRA, where the text does not show it
 _LONGEST_SECONDS = 120
+_MOST_WITHOUT_GAPS = 0.75  # of a card; the largest gaps of 16 plans were 23 % of their tensors
 _PLAN = advice.PLAN_THE_RUN.shell.partition("OPTIONS")[0]
 
 
@@ -73,19 +75,20 @@ def _predict(said: Explanation, asked: PlanRequest) -> Explanation:
             "the plan of what the text shows needs less memory than the run: something that the"
             " text does not show took the rest"
         )
-    enough, others, unknown = list[Remedy](), list[Remedy](), list[str]()
+    enough, short, others, unknown = list[Remedy](), list[Remedy](), list[Remedy](), list[str]()
     for one in said.remedies:
-        changes = [*run.change(one.do)] if one.cause == said.causes[0].code else []
-        if enough or not changes:
+        if enough or one.cause != said.causes[0].code or not flags_in(one.do):
             others.append(one)
             continue
         try:
-            known = (run.try_out(one, do, changed) for do, changed in changes)
-            enough += filter(None, [next(filter(None, known), None)])
+            found = run.make_fit(one)
+            (short if found is None else enough).append(found or one)
         except PlanError as error:
             others.append(one)
             unknown.append(f"the effect of {one.do}: {printable(error)}")
-    if not enough:  # a plan also searches for several changes together
+    if not enough and len(short) > 1:
+        enough += filter(None, [run.make_fit(_join(*short[:2]))])
+    if not enough:  # a plan searches for more
         others.sort(key=lambda each: not each.do.startswith(_PLAN))
     fact = f"the plan of what the text shows: more than {run.describe(needed)}"
     return replace(
@@ -108,34 +111,42 @@ class _Run:
         least = self._count_least(self._asked)
         if least > self._card.capacity_bytes:
             return least
+        if least < _MOST_WITHOUT_GAPS * self._card.capacity_bytes:
+            return None
         plan = predict_one(self._asked, _LONGEST_SECONDS)
         return None if plan.fits_card else plan.needed_bytes
 
-    def change(self, do: str) -> Iterator[tuple[str, PlanRequest]]:
-        """Yield what to type and the run with it, then more of the same; nothing if unknown."""
-        flags = flags_in(do)
-        rows, steps = int(flags.get(_ROWS, 0)), int(flags.get("gradient_accumulation_steps", 1))
-        if "max_length" in flags:
-            yield do, half_as_long(self._asked)
-        elif flags and not rows:
-            yield do, change_flags(self._asked, **flags)
-        while rows:
-            changed = batch_flags(rows, rows * steps)
-            yield write_flags(changed), change_flags(self._asked, **changed)
-            rows, steps = rows // 2, steps * 2
+    def make_fit(self, one: Remedy) -> Remedy | None:
+        """Return a remedy, or more of it, with its predicted peak; None if it is not enough."""
+        too_large: list[int] = []
+        for do, changed in self._change(flags_in(one.do)):
+            # Half the rows save half of what twice as many saved.
+            saved = too_large[-2] - too_large[-1] if len(too_large) > 1 else 0
+            least = too_large[-1] - saved // 2 if saved else self._count_least(changed)
+            if least > self._card.capacity_bytes:
+                too_large.append(least)
+                continue
+            plan = predict_one(changed, _LONGEST_SECONDS)
+            if is_safe(plan):
+                peak, spare = self.describe(plan.needed_bytes), plan.margin_bytes or 0
+                effect = f"peaks at {peak}: it fits, with {size(spare)} to spare"
+                known = replace(one, do=do, effect=effect, grade="predicted", spare_bytes=spare)
+                return replace(known, predicted_peak_bytes=plan.needed_bytes)
+        return None
 
-    def try_out(self, one: Remedy, do: str, changed: PlanRequest) -> Remedy | None:
-        """Return a remedy with its predicted peak; None if that does not fit."""
-        if self._count_least(changed) > self._card.capacity_bytes:
-            return None
-        plan = predict_one(changed, _LONGEST_SECONDS)
-        if not is_safe(plan):
-            return None
-        spare = plan.margin_bytes or 0
-        peak = self.describe(plan.needed_bytes)
-        effect = f"peaks at {peak}: it fits, with {size(spare)} to spare"
-        known = replace(one, do=do, effect=effect, grade="predicted", spare_bytes=spare)
-        return replace(known, predicted_peak_bytes=plan.needed_bytes)
+    def _change(self, flags: Mapping[str, str]) -> Iterator[tuple[str, PlanRequest]]:
+        """Yield what to type and the run with it, then with ever fewer rows."""
+        others = {name: value for name, value in flags.items() if name not in (_ROWS, _STEPS)}
+        run = half_as_long(self._asked) if _LENGTH in others else self._asked
+        run = change_flags(run, **{name: others[name] for name in others if name != _LENGTH})
+        rows = int(flags.get(_ROWS, 0))
+        total = rows * int(flags.get(_STEPS, 1))
+        if not rows:
+            yield write_flags(others), run
+        while rows:
+            changed = batch_flags(rows, total)
+            yield write_flags({**changed, **others}), change_flags(run, **changed)
+            rows //= 2
 
     def describe(self, num_bytes: int) -> str:
         return f"{size(num_bytes)} of {size(self._card.capacity_bytes)}"
@@ -157,6 +168,11 @@ class _Run:
             for one in few.keys() & more.keys()
         ]
         return int(max(peaks)) + self._card.context_bytes
+
+
+def _join(one: Remedy, other: Remedy) -> Remedy:
+    prices = "; ".join(filter(None, (one.price, other.price)))
+    return replace(one, do=f"{one.do} {other.do}", price=prices)
 
 
 def _read_request(facts: TextFacts) -> PlanRequest | None:
