@@ -38,9 +38,28 @@ class Block:
         """Return the sort key of free blocks: the first that is large enough is taken."""
         return self.size_bytes, self.number, self.address
 
-    def sibling(self, address: int, size_bytes: int, *, mapped: bool = True) -> "Block":
-        """Return another piece of the same segment, not linked yet."""
-        return Block(self.pool, address, size_bytes, self.segment_start, mapped, self.number)
+    def cut(self, size_bytes: int, *, mapped: bool = True) -> "Block":
+        """Keep this many bytes, and return the rest as a block behind them."""
+        address, left = self.address + size_bytes, self.size_bytes - size_bytes
+        rest = Block(self.pool, address, left, self.segment_start, mapped, self.number)
+        rest.prev, rest.next = self, self.next
+        if self.next is not None:
+            self.next.prev = rest
+        self.size_bytes, self.next = size_bytes, rest
+        return rest
+
+    def absorb(self, neighbour: "Block") -> None:
+        """Join a free neighbour, which leaves its pool."""
+        if neighbour.mapped:
+            neighbour.pool.remove(neighbour)
+        else:
+            del neighbour.pool.unmapped[neighbour.address]
+        self.address = min(self.address, neighbour.address)
+        self.size_bytes += neighbour.size_bytes
+        if neighbour.prev is not None:
+            neighbour.prev.next = neighbour.next
+        if neighbour.next is not None:
+            neighbour.next.prev = neighbour.prev
 
     @property
     def is_split(self) -> bool:
@@ -75,19 +94,3 @@ def room_of(block: Block) -> int:
     """Return the size to which a block of an expandable segment can grow."""
     behind = block.next
     return block.size_bytes + (behind.size_bytes if behind is not None and not behind.mapped else 0)
-
-
-def insert_behind(block: Block, new: Block) -> None:
-    """Link a new block into its segment, right behind `block`."""
-    new.prev, new.next = block, block.next
-    if block.next is not None:
-        block.next.prev = new
-    block.next = new
-
-
-def drop(block: Block) -> None:
-    """Remove a free block that a neighbour absorbs from its pool."""
-    if block.mapped:
-        block.pool.remove(block)
-    else:
-        del block.pool.unmapped[block.address]

@@ -8,15 +8,7 @@ without a field in `AllocatorRules`.
 from bisect import bisect_left
 from typing import Literal, NamedTuple, get_args
 
-from trainer_plugins.allocator.addresses import (
-    Addresses,
-    Block,
-    FallingAddresses,
-    Pool,
-    drop,
-    insert_behind,
-    room_of,
-)
+from trainer_plugins.allocator.addresses import Addresses, Block, FallingAddresses, Pool, room_of
 from trainer_plugins.units import MIB
 
 __all__ = ["MIN_BLOCK_BYTES", "AllocatorFull", "AllocatorModel", "AllocatorRules", "Block"]
@@ -105,8 +97,6 @@ class AllocatorModel:
         """Release segments without live blocks, and free pages of expandable segments."""
         for pool in sorted(self._pools.values(), key=lambda pool: pool.is_small):
             for block in pool.free_blocks():
-                if pool.blocks.get(block.key) is not block:
-                    continue  # merged into a neighbour meanwhile
                 if block.segment_start is not None:
                     self._unmap(block)
                 elif not block.is_split:
@@ -135,7 +125,7 @@ class AllocatorModel:
     def _segment_bytes(self, size: int) -> int:
         if size <= SMALL_BYTES:
             return SMALL_SEGMENT_BYTES
-        if size < min(_MIN_LARGE_BYTES, LARGE_SEGMENT_BYTES):
+        if size < _MIN_LARGE_BYTES:
             return LARGE_SEGMENT_BYTES
         return _round_up(size, _ROUND_LARGE_BYTES)
 
@@ -167,27 +157,15 @@ class AllocatorModel:
         return size < self.rules.max_split_bytes and remaining > SMALL_BYTES
 
     def _split(self, block: Block, size: int) -> None:
-        rest = block.sibling(block.address + size, block.size_bytes - size)
-        insert_behind(block, rest)
-        block.size_bytes = size
+        rest = block.cut(size)
         if self.rules.first_of_a_size == "block":  # the remainder is the old block
             block.number = self._next_number()
         block.pool.add(rest)
 
     def _merge(self, block: Block) -> None:
-        before, behind = block.prev, block.next
-        if before is not None and not before.in_use and before.mapped == block.mapped:
-            drop(before)
-            block.address, block.prev = before.address, before.prev
-            block.size_bytes += before.size_bytes
-            if block.prev is not None:
-                block.prev.next = block
-        if behind is not None and not behind.in_use and behind.mapped == block.mapped:
-            drop(behind)
-            block.next = behind.next
-            block.size_bytes += behind.size_bytes
-            if block.next is not None:
-                block.next.prev = block
+        for neighbour in (block.prev, block.next):
+            if neighbour and not neighbour.in_use and neighbour.mapped == block.mapped:
+                block.absorb(neighbour)
 
     def _release(self, block: Block) -> None:
         block.pool.remove(block)
@@ -263,10 +241,7 @@ class AllocatorModel:
         block.mapped = True
         self._reserve(num_bytes)
         if num_bytes < block.size_bytes:
-            rest = block.sibling(end, block.size_bytes - num_bytes, mapped=False)
-            insert_behind(block, rest)
-            block.size_bytes = num_bytes
-            block.pool.unmapped[end] = rest
+            block.pool.unmapped[end] = block.cut(num_bytes, mapped=False)
         self._merge(block)
         block.pool.add(block)
         return True
@@ -280,18 +255,11 @@ class AllocatorModel:
         pool = block.pool
         pool.remove(block)
         if first > block.address:
-            before = block.sibling(block.address, first - block.address)
-            before.prev, before.next = block.prev, block
-            if block.prev is not None:
-                block.prev.next = before
-            block.prev = before
-            pool.add(before)
-        end = block.address + block.size_bytes
-        if end > last:
-            behind = block.sibling(last, end - last)
-            insert_behind(block, behind)
-            pool.add(behind)
-        block.address, block.size_bytes, block.mapped = first, last - first, False
+            front, block = block, block.cut(first - block.address)
+            pool.add(front)
+        if last < block.address + block.size_bytes:
+            pool.add(block.cut(last - first))
+        block.mapped = False
         self.reserved_bytes -= last - first
         self._merge(block)
         pool.unmapped[block.address] = block
