@@ -5,16 +5,14 @@ file. Its input is a field in `trainer_plugins/check/facts.py`, filled by each `
 can read it. `docs/check.md` and `docs/findings.md` explain it, and `tests/check/` plants its fault.
 """
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 from trainer_plugins.check import arguments, data, environment, machine, main_memory, model, planned
-from trainer_plugins.check.facts import Check, CheckLine, Facts
+from trainer_plugins.check.facts import Check, CheckLine, Facts, Notes
 from trainer_plugins.finding import Finding, Severity
-
-logger = logging.getLogger(__name__)
 
 _GROUPS: tuple[tuple[str, tuple[Check, ...]], ...] = (
     ("machine", machine.CHECKS),
@@ -48,25 +46,18 @@ class Checklist:
 def judge(facts: Facts) -> Checklist:
     """Run every check whose facts are known. Takes milliseconds, and never raises."""
     groups: dict[str, tuple[CheckLine, ...]] = {}
-    failed = [*facts.failed]
+    notes = Notes(facts.failed)
     for name, checks in _GROUPS:
-        lines = [line for check in checks if (line := _line(check, facts, failed)) is not None]
-        if lines:
-            groups[name] = tuple(lines)
-    if failed:
-        found = tuple(map(_report_failed_check, failed))
+        made = [
+            notes.try_read(check.__name__.replace("_", " "), partial(check, facts), None)
+            for check in checks
+        ]
+        if lines := tuple(filter(None, made)):
+            groups[name] = lines
+    if notes.failed:
+        found = tuple(map(_report_failed_check, notes.failed))
         groups["not checked"] = (CheckLine("not readable", "", found),)
     return Checklist(groups)
-
-
-def _line(check: Check, facts: Facts, failed: list[str]) -> CheckLine | None:
-    """Run one check; if it fails, training and the other checks go on."""
-    try:
-        return check(facts)
-    except Exception as error:
-        logger.debug("a check failed", exc_info=True)
-        failed.append(f"{check.__name__.replace('_', ' ')}: {type(error).__name__}: {error}")
-        return None
 
 
 def _report_failed_check(why: str) -> Finding:

@@ -1,10 +1,11 @@
 """Facts: the input of all checks, as values. The `gather_` modules collect them."""
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from trainer_plugins.accumulation import Accumulation
 from trainer_plugins.allocator.machine import Machine
@@ -16,6 +17,10 @@ from trainer_plugins.launch.lint.document import Document
 from trainer_plugins.planner.plan import MemoryPlan
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.strategy import Strategy
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 MUCH = 0.1  # warn from this fraction of the available memory on
 LITTLE = 0.01  # below this fraction of the available memory, say nothing
@@ -254,3 +259,18 @@ def severity_of(need_bytes: int, free_bytes: int) -> Severity:
 def folder_of(values: Mapping[str, object]) -> Path:
     """Return the output directory of a run."""
     return Path(str(values.get("output_dir") or "trainer_output"))
+
+
+class Notes:
+    """Records what failed, so that one failure costs one fact or one check."""
+
+    def __init__(self, failed: Iterable[str] = ()) -> None:
+        self.failed = [*failed]
+
+    def try_read(self, what: str, read: Callable[[], T], default: T) -> T:
+        try:
+            return read()
+        except Exception as error:
+            logger.debug("a fact or a check is missing", exc_info=True)
+            self.failed.append(f"{what}: {type(error).__name__}: {error}")
+            return default

@@ -1,18 +1,16 @@
 """Gather the facts of this machine. Imports no torch, and takes a few tenths of a second."""
 
-import logging
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import psutil
 
 from trainer_plugins.allocator.machine import gather_machine
-from trainer_plugins.check.facts import CardFacts, Environment, Facts, MainMemory, Owner
+from trainer_plugins.check.facts import CardFacts, Environment, Facts, MainMemory, Notes, Owner
 from trainer_plugins.devices import GpuProcess, HostDevice, NvmlDevice, NvmlError
 from trainer_plugins.devices.nvml import NO_CARD
 from trainer_plugins.devices.nvml_cards import InstalledCard, list_cards
@@ -21,29 +19,10 @@ from trainer_plugins.launch.extensions import ExtensionLock, read_locks
 from trainer_plugins.launch.masked import mask_command
 from trainer_plugins.launch.place import read_versions
 
-T = TypeVar("T")
-
-logger = logging.getLogger(__name__)
-
 _LONGEST_COMMAND = 100
 _FIRST_PROCESSES = ("systemd", "init", "tini", "dumb-init", "docker-init", "launchd")
 
 _nvml_calls = Patience("trainer_plugins-check", seconds=5.0)
-
-
-class Notes:
-    """Records the facts that could not be read, so that one failure costs one fact."""
-
-    def __init__(self) -> None:
-        self.failed: list[str] = []
-
-    def try_read(self, what: str, read: Callable[[], T], default: T) -> T:
-        try:
-            return read()
-        except Exception as error:
-            logger.debug("a fact is missing", exc_info=True)
-            self.failed.append(f"{what}: {type(error).__name__}: {error}")
-            return default
 
 
 def gather_here(environ: Mapping[str, str]) -> Facts:

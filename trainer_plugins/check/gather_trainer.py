@@ -21,13 +21,13 @@ from trainer_plugins.check.facts import (
     Facts,
     ModelFacts,
     ModelShape,
+    Notes,
     OtherModel,
     RunSettings,
     folder_of,
     predicts_tokens,
 )
 from trainer_plugins.check.gather_here import (
-    Notes,
     disk_free_bytes,
     environment,
     folder_trouble,
