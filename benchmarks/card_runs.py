@@ -235,10 +235,7 @@ def _keep_events(snapshot: Path, kept: Path) -> None:
     found = read(snapshot)
     card = found.main_card()
     places = [meaning_of(stack).place for stack in found.stacks]
-    events = [
-        (event.action, event.num_bytes, event.address, stack)
-        for event, stack in zip(card.events, card.stacks, strict=True)
-    ]
+    events = [(event.action, event.num_bytes, event.address, event.stack) for event in card.events]
     with lzma.open(kept, "wb", preset=1) as file:
         pickle.dump({"events": events, "places": places}, file)
     snapshot.unlink()

@@ -18,7 +18,7 @@ from benchmarks.snapshots import read, write
 from benchmarks.traces import KEPT, main
 from tests.explain.recorded import RecordedCard
 from trainer_plugins.allocator import model as rules
-from trainer_plugins.allocator.addresses import Pool
+from trainer_plugins.allocator.blocks import Pool
 from trainer_plugins.allocator.model import AllocatorFull, AllocatorModel, Block
 from trainer_plugins.snapshot.replay import Outcome, replay
 from trainer_plugins.snapshot.trace import NotModelledError, Trace
@@ -146,7 +146,8 @@ def test_a_run_that_ran_out_of_memory_is_repeated_from_its_middle_on(ran_out, tm
 
     kept = tmp_path / "kept.json.gz"
     write(only, kept)
-    assert read(kept) == [only]
+    events = [event._replace(stack=0, number=0, time_us=0) for event in only.events]  # not kept
+    assert read(kept) == [only._replace(events=tuple(events))]
 
 
 def test_the_command_says_what_differs_and_what_cannot_be_read(tmp_path, capsys):

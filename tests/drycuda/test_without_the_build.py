@@ -118,7 +118,7 @@ def test_no_smallest_card_is_found_where_the_first_events_are_lost() -> None:
     kept = Segment(at, size, 0, 0, is_small=False, is_expandable=False, is_private=False, blocks=())
     taken, used, freed = (Event(each, at, size, 0) for each in ("segment_alloc", "alloc", "free"))
     for events, room in (((taken, used, freed), size), ((freed, used, freed), None)):
-        card = SnapshotCard(0, (kept,), events, (0, 0, 0), (), has_mapped=False, has_taken=False)
+        card = SnapshotCard(0, (kept,), events, (), has_mapped=False, has_taken=False)
         found = smallest_room(card, AllocatorRules(), 80 << 30)
         assert (found and found[0]) == room
 

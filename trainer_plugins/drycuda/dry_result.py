@@ -1,7 +1,6 @@
 """DryResult: the readings of a dry run, with the allocator's recording of its fullest process."""
 
 from bisect import bisect_left, bisect_right
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from itertools import accumulate, groupby
@@ -9,7 +8,7 @@ from typing import Any, NamedTuple
 
 from trainer_plugins.planner.plan import Category, Moment
 from trainer_plugins.snapshot.held import Category as HeldAs
-from trainer_plugins.snapshot.lives import BEFORE, Life
+from trainer_plugins.snapshot.lives import BEFORE, Life, count_changes
 from trainer_plugins.snapshot.oom import SnapshotCase, sum_reserved
 
 _MOST_POINTS = 400
@@ -60,7 +59,7 @@ class DryResult:
 
     def moment_of(self, position: int) -> Moment:
         """Return the moment of an event; events before the recording belong to the first moment."""
-        time_us = self.case.card.times[position] if position >= 0 else 0
+        time_us = self.case.card.events[position].time_us if position >= 0 else 0
         return self._moments[bisect_right(self._starts, time_us) - 1]
 
     @property
@@ -84,7 +83,7 @@ class DryResult:
         alive: dict[int, Life] = {}  # by address
         done = 0
         for time_us, names in sorted(self.seen[0]["names"], key=lambda each: each[0]):
-            end = bisect_left(self.case.card.times, time_us)
+            end = bisect_left(self.case.card.events, time_us, key=lambda event: event.time_us)
             for position in range(done, end):
                 if (ended := deaths.get(position)) is not None:
                     del alive[ended.address]
@@ -99,11 +98,7 @@ class DryResult:
         return found
 
     def _points(self) -> Iterator[tuple[Moment, int, int]]:
-        card, changes = self.case.card, Counter[int]()
-        for life in self.case.sorter.lives:
-            changes[life.birth] += life.num_bytes
-            if life.death is not None:
-                changes[life.death] -= life.num_bytes
+        card, changes = self.case.card, count_changes(self.case.sorter.lives)
         positions, reserved = range(len(card.events)), sum_reserved(card)
         held = [*accumulate((changes[at] for at in positions), initial=changes[BEFORE])]
         interval = len(positions) // _MOST_POINTS + 1

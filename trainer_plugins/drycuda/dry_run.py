@@ -293,7 +293,7 @@ def _smallest(
             needed_bytes, fails_at = least
             place = None
             if fails_at is not None:
-                place = meaning_of(snapshot.stacks[each.stacks[fails_at]]).place
+                place = meaning_of(snapshot.stacks[each.events[fails_at].stack]).place
             each_one = SmallestCard(needed_bytes + outside_bytes, place)
             found = max(found, each_one, key=lambda one: one.card_bytes)
     return found

@@ -35,6 +35,9 @@ class Event(NamedTuple):
     address: int  # for an `oom`, the free bytes of the card
     num_bytes: int  # the bytes requested; for a segment, the bytes reserved
     stream: int
+    stack: int = 0  # the number of its stack
+    number: int = 0  # in the file's trace of this card
+    time_us: int = 0  # since 1970
 
     @property
     def reserved_bytes(self) -> int:
@@ -90,12 +93,9 @@ class SnapshotCard:
     index: int
     segments: tuple[Segment, ...]
     events: tuple[Event, ...]
-    stacks: tuple[int, ...]  # the stack number of each event
     waits: tuple[Wait, ...]
     has_mapped: bool  # whether pages were mapped, as expandable segments do
     has_taken: bool  # whether segments were allocated
-    indices: tuple[int, ...] = ()  # the number of each event in the file's trace of this card
-    times: tuple[int, ...] = ()  # of each event, in microseconds since 1970
 
     @property
     def allocated_bytes(self) -> int:
@@ -185,7 +185,7 @@ class _Reader:
     def _card(
         self, index: int, segments: list[Segment], raw: Sequence[Mapping[str, Any]]
     ) -> SnapshotCard:
-        found: list[tuple[Event, int, int, int]] = []  # with its stack, its index and its time
+        found: list[Event] = []
         waits: list[Wait] = []
         released: dict[int, int] = {}
         names = set()
@@ -201,21 +201,17 @@ class _Reader:
             num_bytes = _number(each["size"], _HIGHEST if is_oom else _LARGEST)
             if action == "free" and (since := released.pop(address, len(found))) < len(found):
                 waits.append(Wait(address, since, len(found)))
-            event = Event(action, address, num_bytes, _number(each["stream"]))
-            time_us = _number(each.get("time_us", 0))
-            found.append((event, self._stack(each.get("frames")), number, time_us))
+            stack, time_us = self._stack(each.get("frames")), _number(each.get("time_us", 0))
+            stream = _number(each["stream"])
+            found.append(Event(action, address, num_bytes, stream, stack, number, time_us))
         waits += [Wait(address, since, len(found) + 1) for address, since in released.items()]
-        events, stacks, indices, times = zip(*found, strict=True) if found else [()] * 4
         return SnapshotCard(
             index,
             tuple(sorted(segments)),
-            events,
-            stacks,
+            tuple(found),
             tuple(waits),
             has_mapped=bool(names & {"segment_map", "segment_unmap"}),
             has_taken=bool(names & {"segment_alloc", "segment_free"}),
-            indices=indices,
-            times=times,
         )
 
     def _segment(self, raw: Mapping[str, Any]) -> Segment:

@@ -1,7 +1,7 @@
 """Life: each block from allocation to release, in the allocator's sizes."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -84,8 +84,7 @@ def lives_of(card: SnapshotCard, repeated: RepeatedTrace | None) -> list[Life]:
     for position, event in enumerate(card.events[first:], first):
         if event.action == "alloc":
             num_bytes = next(sizes) if sizes is not None else round_size(event.num_bytes)
-            stack = card.stacks[position]
-            life = Life(event.address, position, None, num_bytes, event.num_bytes, stack)
+            life = Life(event.address, position, None, num_bytes, event.num_bytes, event.stack)
             alive[event.address] = life
             lives.append(life)
         elif event.action == "free":
@@ -102,13 +101,19 @@ def lives_of(card: SnapshotCard, repeated: RepeatedTrace | None) -> list[Life]:
     return lives
 
 
-def peak_of(card: SnapshotCard, lives: Sequence[Life]) -> int:
-    """Return the event after which most bytes are in use; the last one if nothing was recorded."""
+def count_changes(lives: Iterable[Life]) -> Counter[int]:
+    """Return by how many bytes each event changes the memory in use."""
     changes: Counter[int] = Counter()
     for life in lives:
         changes[life.birth] += life.num_bytes
         if life.death is not None:
             changes[life.death] -= life.num_bytes
+    return changes
+
+
+def peak_of(card: SnapshotCard, lives: Iterable[Life]) -> int:
+    """Return the event after which most bytes are in use; the last one if nothing was recorded."""
+    changes = count_changes(lives)
     positions = sorted(changes)
     held = accumulate(changes[position] for position in positions)
     return max(zip(held, positions, strict=True), default=(0, len(card.events) - 1))[1]

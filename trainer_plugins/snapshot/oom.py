@@ -103,7 +103,7 @@ def case_of(path: Path, *, own_torch: str = "") -> SnapshotCase:
         reserved_bytes=reserved[position + 1],
         peak_reserved_bytes=max(reserved),
         oom=Oom(refused.num_bytes, refused.address, refused.stream) if refused else None,
-        oom_stack=card.stacks[end] if end is not None else 0,
+        oom_stack=refused.stack if refused else 0,
         repeated=repeated,
         why_not_repeated=why,
     )

@@ -163,7 +163,7 @@ def _numbers(case: SnapshotCase) -> Numbers:
     at_peak = peak_of(card, case.sorter.lives)
     stack = case.oom_stack
     if oom is None and 0 <= position < len(card.events):
-        stack = card.stacks[position]
+        stack = card.events[position].stack
     rounded = None if oom is None else round_size(oom.num_bytes)
     return Numbers(
         card=card.index,
@@ -189,7 +189,7 @@ def _numbers(case: SnapshotCase) -> Numbers:
 
 
 def _index(card: SnapshotCard, position: int) -> int | None:
-    return card.indices[position] if 0 <= position < len(card.indices) else None
+    return card.events[position].number if 0 <= position < len(card.events) else None
 
 
 def _frames(stack: Stack) -> tuple[Frame, ...]:
