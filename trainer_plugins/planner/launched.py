@@ -11,7 +11,7 @@ from trainer_plugins.launch.lint.document import ConfigError, Document, read_doc
 from trainer_plugins.launch.lint.schema import schema_findings
 from trainer_plugins.patched import Patches
 from trainer_plugins.planner.plan import NotPredicted, PlanError
-from trainer_plugins.planner.request import PlanRequest, fill_in_nodes, nodes_of
+from trainer_plugins.planner.request import PlanRequest, nodes_of
 
 _PLANNED = ("NO", "MULTI_GPU", "FSDP", "DEEPSPEED")
 
@@ -19,7 +19,9 @@ _PLANNED = ("NO", "MULTI_GPU", "FSDP", "DEEPSPEED")
 def complete_launch(request: PlanRequest) -> PlanRequest:
     """Fill in a request from its launch file: cards, nodes, and all that accelerate exports."""
     if request.launch_file is None:
-        return fill_in_nodes(request)
+        num_gpus = max(1, request.num_gpus)
+        num_nodes = request.num_nodes or nodes_of(num_gpus)
+        return replace(request, num_gpus=num_gpus, num_nodes=num_nodes)
     name = Path(request.launch_file).name
     document = _document(request.launch_file)
     config = document.accelerate or {}

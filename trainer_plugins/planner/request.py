@@ -2,7 +2,7 @@
 
 import pickle
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -182,13 +182,6 @@ def default_length(trainer: str | None) -> int:
     """Return the default tokens of a row: TRL's own limit if it cuts rows, else 2048."""
     cuts = trainer is not None and trainer not in ONLINE_TRAINERS
     return TRL_LENGTH if cuts else DEFAULT_SEQUENCE_LENGTH
-
-
-def fill_in_nodes(request: PlanRequest) -> PlanRequest:
-    """Fill in the number of cards and of nodes if unknown."""
-    num_gpus = max(1, request.num_gpus)
-    num_nodes = request.num_nodes or nodes_of(num_gpus)
-    return replace(request, num_gpus=num_gpus, num_nodes=num_nodes)
 
 
 def nodes_of(num_gpus: int, most_in_each: int = GPUS_PER_NODE) -> int:
