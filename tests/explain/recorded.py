@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer_plugins.allocator.addresses import Pool
+from trainer_plugins.allocator.blocks import Pool
 from trainer_plugins.allocator.model import (
     UNLIMITED,
     AllocatorFull,

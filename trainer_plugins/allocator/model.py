@@ -6,9 +6,10 @@ without a field in `AllocatorRules`.
 """
 
 from bisect import bisect_left
+from collections.abc import Callable
 from typing import Literal, NamedTuple, get_args
 
-from trainer_plugins.allocator.addresses import Addresses, Block, FallingAddresses, Pool, room_of
+from trainer_plugins.allocator.blocks import Block, Pool, room_of
 from trainer_plugins.units import MIB
 
 __all__ = ["MIN_BLOCK_BYTES", "AllocatorFull", "AllocatorModel", "AllocatorRules", "Block"]
@@ -17,6 +18,7 @@ MIN_BLOCK_BYTES = 512  # all sizes are rounded up to a multiple of this
 SMALL_BYTES = 1 * MIB  # the largest allocation of the small pool
 SMALL_SEGMENT_BYTES, LARGE_SEGMENT_BYTES = 2 * MIB, 20 * MIB
 UNLIMITED = 1 << 62
+_TOP = 0x7F00_0000_0000
 _MIN_LARGE_BYTES = 10 * MIB  # smaller requests share a segment of the large pool
 _ROUND_LARGE_BYTES = 2 * MIB
 
@@ -39,16 +41,19 @@ class AllocatorFull(Exception):  # noqa: N818
 
 
 class AllocatorModel:
-    """Models the allocator of one card. Without a capacity, memory is unlimited."""
+    """Models the allocator of one card. Without a capacity, memory is unlimited.
+
+    `take_address` returns the address of a new segment of so many bytes.
+    """
 
     def __init__(
         self,
         capacity_bytes: int | None = None,
         rules: AllocatorRules | None = None,
-        addresses: Addresses | None = None,
+        take_address: Callable[[int], int] | None = None,
     ) -> None:
         self.rules = rules if rules is not None else AllocatorRules()
-        self._take_address = FallingAddresses() if addresses is None else addresses
+        self._lowest, self._take_address = _TOP, take_address or self._take_below
         self.capacity_bytes = capacity_bytes if capacity_bytes is not None else UNLIMITED
         self.allocated_bytes = self.reserved_bytes = 0
         self.peak_allocated_bytes = self.peak_reserved_bytes = 0
@@ -99,8 +104,13 @@ class AllocatorModel:
             for block in pool.free_blocks():
                 if block.segment_start is not None:
                     self._unmap(block)
-                elif not block.is_split:
+                elif block.prev is None and block.next is None:
                     self._release(block)
+
+    def _take_below(self, num_bytes: int) -> int:
+        """Place a new segment below all others, as the CUDA driver often does on Linux."""
+        self._lowest -= num_bytes
+        return self._lowest
 
     def _find_free(self, pool: Pool, size: int) -> Block | None:
         index = bisect_left(pool.keys, (size, -1, -1))

@@ -1,22 +1,7 @@
-"""The blocks of AllocatorModel, their pools and addresses."""
+"""The blocks of AllocatorModel, and their pools."""
 
 from bisect import bisect_left, insort
-from collections.abc import Callable
 from dataclasses import dataclass
-
-_TOP = 0x7F00_0000_0000
-Addresses = Callable[[int], int]  # returns the address of a new segment of this many bytes
-
-
-class FallingAddresses:
-    """Places each new segment below all others, as the CUDA driver often does on Linux."""
-
-    def __init__(self) -> None:
-        self._end = _TOP
-
-    def __call__(self, num_bytes: int) -> int:
-        self._end -= num_bytes
-        return self._end
 
 
 @dataclass(eq=False, slots=True)
@@ -60,10 +45,6 @@ class Block:
             neighbour.prev.next = neighbour.next
         if neighbour.next is not None:
             neighbour.next.prev = neighbour.prev
-
-    @property
-    def is_split(self) -> bool:
-        return self.prev is not None or self.next is not None
 
 
 class Pool:
