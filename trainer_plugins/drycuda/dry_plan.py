@@ -106,7 +106,6 @@ def _answer(result: DryResult, plan: MemoryPlan) -> DryAnswer:
 def plan_of(result: DryResult, run: DryRun) -> MemoryPlan:
     """Return the plan of a command that ran to completion."""
     fullest, card = result.seen[0], run.card
-    world_size = fullest["world_size"]
     moments: dict[Moment, MomentPeak] = {
         moment: _highest(fullest["moments"][moment])
         for moment in MOMENTS
@@ -116,10 +115,15 @@ def plan_of(result: DryResult, run: DryRun) -> MemoryPlan:
     host, host_moments = _main_memory(result, times)
     at = max(moments, key=lambda moment: moments[moment].allocated_bytes)
     reserved = max(peak.reserved_bytes for peak in moments.values())
+    has_card, found = card != NO_CARD, fullest["accumulation"]
     shared = count_unified_memory(card, host.process_bytes, host_moments)
-    outside, found = max(fullest["outside_bytes"]) + shared, fullest["accumulation"]
+    outside = max(fullest["outside_bytes"]) + shared if has_card else 0
     needed = result.smallest.card_bytes + shared if result.smallest else reserved + outside
-    plan = MemoryPlan(
+    shortage = run.host.shortage(host) or _load_in_one_memory(card, moments, host_moments, host)
+    fits: bool | None = shortage is None and (not has_card or needed <= card.capacity_bytes)
+    if not has_card and run.host == HostLimits():
+        fits = None  # nothing to fit in is known
+    return MemoryPlan(
         allocated_peak_bytes=moments[at].allocated_bytes,
         reserved_peak_bytes=reserved,
         nvidia_smi_peak_bytes=reserved + outside,
@@ -128,9 +132,9 @@ def plan_of(result: DryResult, run: DryRun) -> MemoryPlan:
         host_process_bytes_per_node=host.process_bytes,
         host_moments=host_moments,
         host_capacity_bytes=run.host.total_bytes,
-        host_shortage=run.host.shortage(host)
-        or _load_in_one_memory(card, moments, host_moments, host),
-        capacity_bytes=card.capacity_bytes,
+        host_shortage=shortage,
+        capacity_bytes=card.capacity_bytes if has_card else None,
+        fits=fits,
         smallest_card_bytes=needed if result.smallest else None,
         fails_on_less=result.smallest.fails_on_less if result.smallest else None,
         moment=at,
@@ -144,8 +148,8 @@ def plan_of(result: DryResult, run: DryRun) -> MemoryPlan:
             *_unreliable(fullest),
         ),
         assumptions=tuple(_assumptions(fullest, run)),
-        gpu=card.name,
-        num_gpus=max(run.num_cards, world_size),
+        gpu=card.name if has_card else None,
+        num_gpus=max(run.num_cards, fullest["world_size"]),
         context_bytes=outside,
         num_parameters=fullest["num_parameters"],
         num_trainable_parameters=fullest["num_trainable_parameters"],
@@ -156,21 +160,6 @@ def plan_of(result: DryResult, run: DryRun) -> MemoryPlan:
         planned=fullest["planned"] or _describe_training(fullest, run),
         known_error=describe_error(fullest["is_quantised"]),
         streamed=from_json(Streamed, fullest["streamed"]) if fullest["streamed"] else None,
-    )
-    if card == NO_CARD:
-        return _drop_card(plan, run.host)
-    return replace(plan, fits=needed <= card.capacity_bytes and plan.host_shortage is None)
-
-
-def _drop_card(plan: MemoryPlan, host: HostLimits) -> MemoryPlan:
-    """Drop the figures of a card; whether the run fits then depends on main memory alone."""
-    return replace(
-        plan,
-        capacity_bytes=None,
-        gpu=None,
-        context_bytes=0,
-        nvidia_smi_peak_bytes=plan.reserved_peak_bytes,
-        fits=None if host == HostLimits() else plan.host_shortage is None,
     )
 
 
