@@ -59,10 +59,10 @@ def test_together_they_show_growth_and_releases_and_both_kinds_of_segments():
 
 
 def _highest_of_equals(model: AllocatorModel, pool: Pool, size: int) -> Block | None:
-    found = [key for key in pool.keys if key[0] >= size]
+    found = [block for block in pool.free_blocks() if block.size_bytes >= size]
     if not found:
         return None
-    block = pool.blocks[max(key for key in found if key[0] == found[0][0])]
+    block = [each for each in found if each.size_bytes == found[0].size_bytes][-1]
     pool.remove(block)
     return block
 

@@ -52,23 +52,22 @@ class Pool:
 
     def __init__(self, is_small: bool) -> None:
         self.is_small = is_small
-        self.keys: list[tuple[int, int, int]] = []
-        self.blocks: dict[tuple[int, int, int], Block] = {}
+        self.free: list[tuple[int, int, int, Block]] = []  # each behind its key
         # by address: the unmapped parts of expandable segments
         self.unmapped: dict[int, Block] = {}
 
     def add(self, block: Block) -> None:
-        key = block.key
-        insort(self.keys, key)
-        self.blocks[key] = block
+        insort(self.free, (*block.key, block))
 
     def remove(self, block: Block) -> None:
-        key = block.key
-        del self.keys[bisect_left(self.keys, key)]
-        del self.blocks[key]
+        del self.free[bisect_left(self.free, block.key)]
 
     def free_blocks(self) -> list[Block]:
-        return [self.blocks[key] for key in self.keys]
+        return [block for *_, block in self.free]
+
+    def find(self, size_bytes: int) -> int:
+        """Return the place of the first free block that is large enough."""
+        return bisect_left(self.free, (size_bytes, -1, -1))
 
 
 def room_of(block: Block) -> int:

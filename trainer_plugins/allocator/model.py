@@ -5,7 +5,6 @@ names. Not modelled: private pools of CUDA graphs, blocks that wait for another 
 without a field in `AllocatorRules`.
 """
 
-from bisect import bisect_left
 from collections.abc import Callable
 from typing import Literal, NamedTuple, get_args
 
@@ -113,14 +112,13 @@ class AllocatorModel:
         return self._lowest
 
     def _find_free(self, pool: Pool, size: int) -> Block | None:
-        index = bisect_left(pool.keys, (size, -1, -1))
-        if index == len(pool.keys):
+        index = pool.find(size)
+        if index == len(pool.free):
             return None
-        block = pool.blocks[pool.keys[index]]
+        *_, block = pool.free[index]
         if block.segment_start is not None:
             # Of the blocks in expandable segments, take the one with the least room to grow.
-            for key in pool.keys[index + 1 :]:
-                other = pool.blocks[key]
+            for *_, other in pool.free[index + 1 :]:
                 if block.segment_start is None or room_of(other) >= room_of(block):
                     break
                 block = other
@@ -187,17 +185,14 @@ class AllocatorModel:
         if limit >= UNLIMITED:
             return False
         wanted = max(size, limit)
-        index = bisect_left(pool.keys, (wanted, -1, -1))
-        if index < len(pool.keys):
-            block = pool.blocks[pool.keys[index]]
-            if block.segment_start is None:
-                self._release(block)
-                return True
+        index = pool.find(wanted)
+        if index < len(pool.free) and (block := pool.free[index][-1]).segment_start is None:
+            self._release(block)
+            return True
         released = 0
-        for key in reversed(pool.keys[:index]):
-            if released >= wanted or key[0] < limit:
+        for *_, block in reversed(pool.free[:index]):
+            if released >= wanted or block.size_bytes < limit:
                 break
-            block = pool.blocks[key]
             if block.segment_start is None:
                 released += block.size_bytes
                 self._release(block)
