@@ -142,16 +142,14 @@ def _card_here(device: torch.device) -> Card | None:
 @contextlib.contextmanager
 def keep_undisturbed(trainer: Any) -> Iterator[None]:
     """Restore the random states, also those of its data, and the Trainer's columns afterwards."""
+    of_process = torch.default_generator, random.getstate, np.random.get_state
+    of_data = trainer.train_dataset, trainer.eval_dataset, trainer.data_collator
     columns = trainer._signature_columns
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
     try:
-        with keep_draws(trainer.train_dataset, trainer.eval_dataset, trainer.data_collator):
+        with keep_draws(*of_process, *of_data):
             yield
     finally:
         trainer._signature_columns = columns
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        np.random.set_state(states[2])
 
 
 def longest_batch(trainer: Any, num_rows: int | None = None) -> tuple[object, str]:
