@@ -37,8 +37,8 @@ _ROUNDED = 1.3
 
 
 class _Part(NamedTuple):
-    num_bytes: float
-    pinned_bytes: float = 0.0  # the size if pinned, else 0
+    num_bytes: float  # if it is pinned, of its blocks
+    is_pinned: bool = False
 
 
 def memory_findings(
@@ -118,13 +118,11 @@ def host_need(
     # deepspeed/runtime/engine.py, `_zero3_consolidated_16bit_state_dict`, in the first rank
     key = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
     gathers = document.zero_stage == 3 and document.get_deepspeed(key) is True
-    pinned = sum(each.pinned_bytes for each in parts)
-    steady = pinned + sum(each.num_bytes for each in parts if not each.pinned_bytes)
+    steady = num_local * sum(each.num_bytes for each in parts)
+    pinned = num_local * sum(each.num_bytes for each in parts if each.is_pinned)
     return HostNeed(
-        tensor_bytes=int(
-            max(start if is_mapped and is_whole else num_local * start, num_local * steady)
-        ),
-        pinned_bytes=int(num_local * pinned),
+        tensor_bytes=int(max(start if is_mapped and is_whole else num_local * start, steady)),
+        pinned_bytes=int(pinned),
         num_ranks=num_local,
         save_bytes=int(num_params * _HALF) if gathers else 0,
     )
@@ -138,9 +136,9 @@ def _fsdp(document: Document, num_params: float, share: float) -> tuple[float, l
     start = num_params * (_FULL if is_second else _HALF)
     if "fsdp" not in document.offload_devices:
         return start, []
-    weights = gradients = _Part(share * _FULL, share * _FULL * _ROUNDED)
+    weights = gradients = _Part(share * _FULL * _ROUNDED, is_pinned=True)
     states = _Part(2 * share * _FULL)
-    return start + share * _FULL + weights.pinned_bytes, [weights, gradients, states]
+    return start + share * _FULL + weights.num_bytes, [weights, gradients, states]
 
 
 def _zero_3(document: Document, share: float) -> Iterator[_Part]:
@@ -173,7 +171,7 @@ def _zero_3(document: Document, share: float) -> Iterator[_Part]:
         yield _part(share * _HALF, is_pinned=True)
         if document.get_offload("param", "pin_memory") is not False:
             # partition_parameters.py, _partition_param, before they move to the flat buffer
-            yield _Part(share * _HALF, share * _HALF * _ROUNDED)
+            yield _Part(share * _HALF * _ROUNDED, is_pinned=True)
 
 
 def _zero_2(document: Document, share: float) -> Iterator[_Part]:
@@ -194,4 +192,4 @@ def _number(document: Document, key: str, default: float) -> float:
 def _part(num_bytes: float, is_pinned: bool) -> _Part:
     """Count a part; torch pins a power of two for each tensor (CachingHostAllocator.h)."""
     power_of_two = 1 << max(0, int(num_bytes) - 1).bit_length()
-    return _Part(num_bytes, float(power_of_two) if is_pinned else 0.0)
+    return _Part(power_of_two if is_pinned else num_bytes, is_pinned)
