@@ -7,7 +7,7 @@ import pytest
 
 from trainer_plugins.allocator.lint import OURS, choose, lint
 from trainer_plugins.allocator.machine import Machine, read_torch_version
-from trainer_plugins.allocator.variables import CUDA, HIP, UNIFIED, Variables
+from trainer_plugins.allocator.variables import CUDA, HIP, UNIFIED
 
 GOOD, OTHER, BAD_PAIR = (
     "max_split_size_mb:128",
@@ -46,7 +46,7 @@ MATRIX = list(product(TORCHES, PLATFORMS, OWN, (False, True)))
 def test_the_matrix(version: str, platform: str, own: str, vllm: bool) -> None:
     torch, _ = read_torch_version(version)
     machine = Machine(torch=torch, has_vllm=vllm, **PLATFORMS[platform])
-    variables = Variables(OWN[own])
+    variables = OWN[own]
     exports, why = choose(variables, machine)
     codes = {finding.code for finding in lint(variables, machine)}
     may_expand = platform in ("linux", "rocm7") and not vllm
@@ -60,8 +60,8 @@ def test_the_matrix(version: str, platform: str, own: str, vllm: bool) -> None:
         (text,) = set(OWN[own].values())
         assert exports == {CUDA: text, UNIFIED: text}
     # Never another text than the user's own, and a second run finds nothing to add.
-    after = Variables({**OWN[own], **exports})
-    assert all(after.texts[name] == text for name, text in OWN[own].items())
+    after = {**OWN[own], **exports}
+    assert all(after[name] == text for name, text in OWN[own].items())
     if exports:
         assert set(choose(after, machine)[0].values()) == set(exports.values())
         assert "allocator-name-not-read" not in {finding.code for finding in lint(after, machine)}
@@ -106,21 +106,19 @@ def test_the_matrix_is_large() -> None:
     ],
 )
 def test_what_is_said_of_a_text(text: str, machine: dict[str, Any], codes: list[str]) -> None:
-    found = lint(Variables({CUDA: text}), Machine(**machine))
+    found = lint({CUDA: text}, Machine(**machine))
     assert [finding.code for finding in found] == [f"allocator-{code}" for code in codes]
 
 
 def test_an_option_of_a_torch_to_come_is_not_called_wrong() -> None:
-    (finding,) = lint(
-        Variables({UNIFIED: "expandable_segments_reserve:0.5"}), Machine(torch=(2, 15))
-    )
+    (finding,) = lint({UNIFIED: "expandable_segments_reserve:0.5"}, Machine(torch=(2, 15)))
 
     assert finding.code == "allocator-unknown-option"
     assert finding.severity.name == "WARNING"
 
 
 def test_the_name_of_rocm() -> None:
-    own = Variables({HIP: GOOD})
+    own = {HIP: GOOD}
     rocm = Machine(rocm=(7, 0))
     assert choose(own, rocm)[0] == {CUDA: GOOD, UNIFIED: GOOD}
     assert not lint(own, rocm)
@@ -128,7 +126,7 @@ def test_the_name_of_rocm() -> None:
 
 
 def test_a_finding_reads_well() -> None:
-    (finding,) = lint(Variables({UNIFIED: "expandable_segments:True"}), Machine(torch=(2, 9)))
+    (finding,) = lint({UNIFIED: "expandable_segments:True"}, Machine(torch=(2, 9)))
 
     assert str(finding) == (
         "[allocator-name-not-read] PYTORCH_ALLOC_CONF is set, but this torch does not read it "

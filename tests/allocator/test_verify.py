@@ -9,7 +9,7 @@ import torch
 from tests import processes
 from trainer_plugins.allocator.in_force import InForce, verify
 from trainer_plugins.allocator.machine import Machine
-from trainer_plugins.allocator.variables import CUDA, UNIFIED, Variables
+from trainer_plugins.allocator.variables import CUDA, UNIFIED
 
 ASKED, OTHER = "expandable_segments:True", "max_split_size_mb:64"
 
@@ -61,17 +61,14 @@ ASKED, OTHER = "expandable_segments:True", "max_split_size_mb:64"
     ],
 )
 def test_the_reason_when_they_differ(in_force, texts, machine, reason) -> None:
-    finding = verify(ASKED, in_force, Variables(texts), machine)
+    finding = verify(ASKED, in_force, texts, machine)
 
     assert (finding is None) == (reason is None)
     assert finding is None or reason in finding.summary
 
 
 def test_what_is_the_default_anyway_is_in_force() -> None:
-    assert (
-        verify("expandable_segments:False,backend:native", InForce(), Variables({}), Machine())
-        is None
-    )
+    assert verify("expandable_segments:False,backend:native", InForce(), {}, Machine()) is None
 
 
 def run(code: str, may_abort: bool = False, **variables: str) -> str:

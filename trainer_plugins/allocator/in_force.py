@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from trainer_plugins.allocator import variables
 from trainer_plugins.allocator.machine import Machine, expandable_blocker, gather_machine
 from trainer_plugins.allocator.settings import OPTION_OF, Kind, Value, read, values_of
-from trainer_plugins.allocator.variables import CUDA, UNIFIED, Variables, names_read, read_text
 from trainer_plugins.finding import Finding
 from trainer_plugins.units import MIB
 
@@ -47,18 +47,18 @@ def check(asked: str | None = None) -> Finding | None:
     Args:
         asked: the text that should be in force. Default: the variables', the unified name first.
     """
-    variables = Variables.pick(os.environ)
+    texts = variables.pick(os.environ)
     if asked is None:
-        asked = variables.texts.get(UNIFIED) or next(iter(variables.texts.values()), None)
+        asked = texts.get(variables.UNIFIED) or next(iter(texts.values()), None)
     in_force = read_in_force()
     if not asked or in_force is None:
         return None
-    return verify(asked, in_force, variables, gather_machine(os.environ))
+    return verify(asked, in_force, texts, gather_machine(os.environ))
 
 
 def has_expandable_segments() -> bool:
     """Return whether a variable that torch reads, or a call, requested expandable segments."""
-    texts = [read_text(os.environ)]
+    texts = [variables.read_text(os.environ)]
     # torch before 2.12 lacks this call, and any version may reject the text.
     with suppress(AttributeError, RuntimeError, ValueError, IndexError):
         texts.append(torch._C._accelerator_getAllocatorSettings())
@@ -109,13 +109,15 @@ def _values_reported(reported: Reported) -> dict[str, Value | None]:
     return values
 
 
-def verify(asked: str, in_force: InForce, variables: Variables, machine: Machine) -> Finding | None:
-    """Report requested settings that are not in use."""
+def verify(
+    asked: str, in_force: InForce, texts: Mapping[str, str], machine: Machine
+) -> Finding | None:
+    """Report requested settings that are not in use; `texts` has the variables of the process."""
     wanted = values_of(read(asked)[0])
     differing = [key for key in wanted if in_force.value(key) != wanted[key]]
     if in_force.refusal is None and not differing:
         return None
-    why, remedy = _reason(wanted, in_force, variables, machine)
+    why, remedy = _reason(wanted, in_force, texts, machine)
     seen = ", ".join(
         f"{key} is {in_force.value(key)} instead of {wanted[key]}" for key in differing
     )
@@ -129,7 +131,7 @@ def verify(asked: str, in_force: InForce, variables: Variables, machine: Machine
 
 
 def _reason(
-    wanted: dict[str, Value], in_force: InForce, variables: Variables, machine: Machine
+    wanted: dict[str, Value], in_force: InForce, texts: Mapping[str, str], machine: Machine
 ) -> tuple[str, str]:
     """Return the reason for a difference and its remedy, by the first cause that applies."""
     if in_force.refusal is not None:
@@ -137,17 +139,20 @@ def _reason(
             f"torch refused to read them ({in_force.refusal})",
             "Correct the text: `trainer-plugins env` shows what is wrong.",
         )
-    holders = [name for name, text in variables.texts.items() if _holds(text, wanted)]
+    holders = [name for name, text in texts.items() if _holds(text, wanted)]
     if not holders:
         return (
             "no variable of this process holds them",
             'Export them in the shell that launches: eval "$(trainer-plugins env)".',
         )
-    read_name = variables.read_by(machine)
-    if not set(holders) & set(names_read(machine)):
-        return f"{machine.torch_name} does not read {holders[0]}", f"Set {CUDA} to the same."
+    read_name = variables.find_read(texts, machine)
+    if not set(holders) & set(variables.names_read(machine)):
+        return (
+            f"{machine.torch_name} does not read {holders[0]}",
+            f"Set {variables.CUDA} to the same.",
+        )
     if read_name not in holders:
-        other = f"{read_name}={variables.texts[str(read_name)]}"
+        other = f"{read_name}={texts[str(read_name)]}"
         return (
             f"{other} takes precedence over {holders[0]}",
             f"Unset {read_name}, or give it the same text.",

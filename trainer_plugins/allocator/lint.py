@@ -1,6 +1,6 @@
 """Judges allocator settings before a launch (names, values, pairs), and chooses what to export."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from trainer_plugins.allocator.machine import TESTED, Machine, expandable_blocker
 from trainer_plugins.allocator.settings import (
@@ -11,17 +11,17 @@ from trainer_plugins.allocator.settings import (
     read,
     values_of,
 )
-from trainer_plugins.allocator.variables import CUDA, UNIFIED, Variables, names_known
+from trainer_plugins.allocator.variables import CUDA, UNIFIED, find_read, names_known, pick
 from trainer_plugins.finding import Finding, Severity
 
 OURS = "expandable_segments:True"  # torch's own cure for fragmentation (pytorch#113481)
 
 
-def lint(variables: Variables, machine: Machine) -> tuple[Finding, ...]:
+def lint(texts: Mapping[str, str], machine: Machine) -> tuple[Finding, ...]:
     """Judge the variables of a launch: first their names, then the text that takes effect."""
-    own = variables.select_for_platform(machine)
-    name = variables.read_by(machine) or next(iter(own), None)
-    return (*_names(variables, machine), *(lint_text(own[name], name, machine) if name else ()))
+    own = pick(texts, names_known(machine))
+    name = find_read(texts, machine) or next(iter(own), None)
+    return (*_names(texts, machine), *(lint_text(own[name], name, machine) if name else ()))
 
 
 def lint_text(text: str, name: str, machine: Machine) -> tuple[Finding, ...]:
@@ -53,9 +53,8 @@ def _report_refusal(error: SettingsError, given: str, machine: Machine) -> Findi
     )
 
 
-def _names(variables: Variables, machine: Machine) -> Iterator[Finding]:
-    texts = variables.texts
-    read_name = variables.read_by(machine)
+def _names(texts: Mapping[str, str], machine: Machine) -> Iterator[Finding]:
+    read_name = find_read(texts, machine)
     foreign = [name for name in texts if name not in names_known(machine)]
     if foreign or (texts and read_name is None):
         ignored = foreign[0] if foreign else next(iter(texts))
@@ -68,7 +67,7 @@ def _names(variables: Variables, machine: Machine) -> Iterator[Finding]:
             evidence=f"{ignored}={texts[ignored]}; {why}",
             remedy=f"Set {CUDA} to the same text: every version reads it.",
         )
-    own = variables.select_for_platform(machine)
+    own = pick(texts, names_known(machine))
     if read_name and len(set(own.values())) > 1:
         yield Finding.warning(
             code="allocator-names-differ",
@@ -149,13 +148,13 @@ def _pairs(settings: Sequence[Setting], given: str, machine: Machine) -> Iterato
         )
 
 
-def choose(variables: Variables, machine: Machine) -> tuple[dict[str, str], str]:
+def choose(texts: Mapping[str, str], machine: Machine) -> tuple[dict[str, str], str]:
     """Choose the allocator settings of a launch. The user's own are kept, under both names.
 
     Returns the variables to export, and a line of explanation, even if there are none.
     torch 2.9 reads only the old name (pytorch#183387), and vLLM looks at one only (vllm#54351).
     """
-    own = variables.select_for_platform(machine)
+    own = pick(texts, names_known(machine))
     if not own:
         if blocker := expandable_blocker(machine):
             return {}, f"no allocator settings: {blocker}"

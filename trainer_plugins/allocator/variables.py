@@ -1,7 +1,6 @@
 """The variables that hold allocator settings, and which of them each torch version reads."""
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
 
 from trainer_plugins.allocator.machine import Machine, gather_machine
 
@@ -26,25 +25,16 @@ def names_known(machine: Machine) -> tuple[str, ...]:
     return (CUDA, HIP, UNIFIED) if machine.rocm else (CUDA, UNIFIED)
 
 
-class Variables(NamedTuple):
-    """The allocator variables that are set in a process."""
+def pick(environ: Mapping[str, str], names: Iterable[str] = (CUDA, HIP, UNIFIED)) -> dict[str, str]:
+    """Return those of the variables that are set, with their texts."""
+    return {name: environ[name] for name in names if name in environ}
 
-    texts: Mapping[str, str]
 
-    @classmethod
-    def pick(cls, environ: Mapping[str, str]) -> "Variables":
-        return cls({name: environ[name] for name in (CUDA, HIP, UNIFIED) if name in environ})
-
-    def read_by(self, machine: Machine) -> str | None:
-        """Return the variable that this torch reads; None if none is set."""
-        return next((name for name in names_read(machine) if name in self.texts), None)
-
-    def select_for_platform(self, machine: Machine) -> dict[str, str]:
-        """Return the variables that apply to this platform, with their texts."""
-        return {name: self.texts[name] for name in names_known(machine) if name in self.texts}
+def find_read(environ: Mapping[str, str], machine: Machine) -> str | None:
+    """Return the variable that this torch reads; None if none is set."""
+    return next(iter(pick(environ, names_read(machine))), None)
 
 
 def read_text(environ: Mapping[str, str]) -> str:
     """Return the allocator settings that the installed torch reads; empty if none are set."""
-    variables = Variables.pick(environ)
-    return variables.texts.get(variables.read_by(gather_machine(environ)) or "", "")
+    return environ.get(find_read(environ, gather_machine(environ)) or "", "")

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from trainer_plugins.advice import version_faults as faults
 from trainer_plugins.advice.version_faults import Fault
 from trainer_plugins.allocator.lint import lint
-from trainer_plugins.allocator.variables import Variables
+from trainer_plugins.allocator.variables import pick
 from trainer_plugins.check.facts import Check, CheckLine, Environment, Facts
 from trainer_plugins.checkpointing import options
 from trainer_plugins.finding import Finding
@@ -25,9 +25,9 @@ def allocator(facts: Facts) -> CheckLine | None:
     there = facts.environment
     if not there.versions:
         return None
-    variables = Variables.pick(there.environ)
-    seen = ", ".join(f"{name}={text}" for name, text in variables.texts.items())
-    return CheckLine("allocator", seen or "default settings", lint(variables, there.machine))
+    texts = pick(there.environ)
+    seen = ", ".join(f"{name}={text}" for name, text in texts.items())
+    return CheckLine("allocator", seen or "default settings", lint(texts, there.machine))
 
 
 def launch_file(facts: Facts) -> CheckLine | None:

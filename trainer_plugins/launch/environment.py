@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trainer_plugins.allocator.lint import choose, lint
 from trainer_plugins.allocator.machine import gather_machine
-from trainer_plugins.allocator.variables import Variables
+from trainer_plugins.allocator.variables import pick
 from trainer_plugins.finding import Finding
 from trainer_plugins.launch.extensions import lock_findings, read_locks
 
@@ -36,14 +36,14 @@ def launch_environment(environ: Mapping[str, str], with_vllm: bool = False) -> L
 
     `with_vllm`: vLLM will run inside the training process.
     """
-    variables, machine = Variables.pick(environ), gather_machine(environ)
+    texts, machine = pick(environ), gather_machine(environ)
     machine = machine._replace(has_vllm=machine.has_vllm or with_vllm)
-    chosen, why = choose(variables, machine)
-    if chosen and not variables.texts and find_spec("vllm") is not None:
+    chosen, why = choose(texts, machine)
+    if chosen and not texts and find_spec("vllm") is not None:
         why += "; vLLM is installed: if it will run in the training process, give --vllm"
     exports = [Export(name, value, why) for name, value in chosen.items()]
     exports += [export for export in _others(environ) if export.name not in environ]
-    findings = (*lint(variables, machine), *lock_findings(read_locks(environ)))
+    findings = (*lint(texts, machine), *lock_findings(read_locks(environ)))
     return LaunchEnvironment(tuple(exports), why, findings)
 
 

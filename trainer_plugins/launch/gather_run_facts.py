@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from trainer_plugins.accumulation.effect import judge_accumulation
-from trainer_plugins.allocator.variables import Variables
+from trainer_plugins.allocator.variables import pick
 from trainer_plugins.devices import Device
 from trainer_plugins.launch.launcher import launch_of
 from trainer_plugins.launch.masked import list_declared, mask_command, mask_fields, mask_text
@@ -58,7 +58,7 @@ def facts_of_process(
     name = "" if device is None else device.name
     properties: Any = try_read(lambda: _properties(name), None)
     visible = {_VISIBLE: os.environ[_VISIBLE]} if _VISIBLE in os.environ else {}
-    allocator = {**Variables.pick(os.environ).texts, **visible}
+    allocator = {**pick(os.environ), **visible}
     return RunFacts(
         process=PROCESS,
         time_seconds=time_seconds,

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from trainer_plugins.allocator.machine import gather_machine
-from trainer_plugins.allocator.variables import Variables
+from trainer_plugins.allocator.variables import pick
 from trainer_plugins.devices import HostDevice
 from trainer_plugins.devices.nvml import NvmlError
 from trainer_plugins.devices.nvml_cards import cards_in_words, driver_version
@@ -99,9 +99,7 @@ def describe_place(environ: Mapping[str, str]) -> dict[str, dict[str, str]]:
         "versions": {"python": platform.python_version(), **read_versions()},
         "machine": {"system": platform.platform(), "inside": inside},
         "cards": of_cards,
-        "allocator": {
-            name: mask_text(text) for name, text in Variables.pick(environ).texts.items()
-        },
+        "allocator": {name: mask_text(text) for name, text in pick(environ).items()},
     }
 
 
