@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from trainer_plugins.allocator.lint import OURS, choose, lint
-from trainer_plugins.allocator.machine import Machine, read_torch_version
+from trainer_plugins.allocator.machine import Machine, gather_machine
 from trainer_plugins.allocator.variables import CUDA, HIP, UNIFIED
 
 GOOD, OTHER, BAD_PAIR = (
@@ -44,7 +44,7 @@ MATRIX = list(product(TORCHES, PLATFORMS, OWN, (False, True)))
 
 @pytest.mark.parametrize(("version", "platform", "own", "vllm"), MATRIX)
 def test_the_matrix(version: str, platform: str, own: str, vllm: bool) -> None:
-    torch, _ = read_torch_version(version)
+    torch = TORCHES[version]
     machine = Machine(torch=torch, has_vllm=vllm, **PLATFORMS[platform])
     variables = OWN[own]
     exports, why = choose(variables, machine)
@@ -115,6 +115,19 @@ def test_an_option_of_a_torch_to_come_is_not_called_wrong() -> None:
 
     assert finding.code == "allocator-unknown-option"
     assert finding.severity.name == "WARNING"
+
+
+@pytest.mark.parametrize(
+    ("version", "torch", "rocm"),
+    [("2.13.0+cpu", (2, 13), None), ("2.10.0+rocm7.0.1", (2, 10), (7, 0))],
+)
+def test_the_installed_torch_is_read(version, torch, rocm, tmp_path, monkeypatch) -> None:
+    about = tmp_path / f"torch-{version}.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    machine = gather_machine({})
+    assert (machine.torch, machine.rocm) == (torch, rocm)
 
 
 def test_the_name_of_rocm() -> None:

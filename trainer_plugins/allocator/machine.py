@@ -26,21 +26,10 @@ class Machine(NamedTuple):
         return f"torch {self.torch[0]}.{self.torch[1]}"
 
 
-def read_torch_version(text: str) -> tuple[tuple[int, int], tuple[int, int] | None]:
-    """Parse (major, minor) of a torch build, and of ROCm if torch was built for it.
-
-    >>> read_torch_version("2.13.0+cpu"), read_torch_version("2.10.0+rocm7.0.1")
-    (((2, 13), None), ((2, 10), (7, 0)))
-    """
-    numbers = re.match(r"(\d+)\.(\d+)", text)
-    if numbers is None:
-        raise ValueError(f"a version of torch starts with two numbers, as in 2.13.0, got {text!r}")
-    rocm = re.search(r"\+.*?rocm(\d+)\.(\d+)", text)
-    return (int(numbers[1]), int(numbers[2])), (int(rocm[1]), int(rocm[2])) if rocm else None
-
-
 def gather_machine(environ: Mapping[str, str]) -> Machine:
     """Describe this machine and its torch (default: the newest tested); vLLM counts if imported."""
+    from packaging.version import Version
+
     machine = Machine(
         is_windows=platform.system() == "Windows",
         is_wsl="microsoft" in platform.release().lower(),
@@ -51,10 +40,13 @@ def gather_machine(environ: Mapping[str, str]) -> Machine:
         has_vllm="vllm" in sys.modules,
     )
     try:
-        torch, rocm = read_torch_version(version("torch"))
+        torch = Version(version("torch"))
     except PackageNotFoundError:
         return machine
-    return machine._replace(torch=torch, rocm=rocm)
+    rocm = re.search(r"rocm(\d+)\.(\d+)", torch.local or "")
+    return machine._replace(
+        torch=(torch.major, torch.minor), rocm=(int(rocm[1]), int(rocm[2])) if rocm else None
+    )
 
 
 def expandable_blocker(machine: Machine) -> str | None:
