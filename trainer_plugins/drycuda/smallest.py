@@ -4,14 +4,12 @@ By bisection, we repeat the run's requests on the model of torch's allocator, wh
 cache on a full card. The model gives every block of a dry run its recorded address.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from trainer_plugins.allocator.model import AllocatorFull, AllocatorModel, AllocatorRules, Block
-from trainer_plugins.snapshot.cards import SnapshotCard
+from trainer_plugins.snapshot.cards import Event, SnapshotCard
 from trainer_plugins.snapshot.oom import sum_reserved
 from trainer_plugins.units import MIB
-
-_EMPTY = -1
 
 
 def smallest_room(
@@ -45,37 +43,33 @@ def smallest_room(
     return high * MIB, fails_at
 
 
-# An address; its bytes (0 for a block that is freed, `_EMPTY` where the program flushed the cache);
-# the stream, and the event.
-_Step = tuple[int, int, int, int]
+_Step = tuple[int, Event | None]  # an event and its position; None: the program flushed the cache
 
 
 def _steps(card: SnapshotCard, room_bytes: int) -> Iterator[_Step]:
     """Yield the program's own actions, without the flushes of a full card."""
     reserved, released = sum_reserved(card)[0], 0
-    for number, event in enumerate(card.events):
+    for position, event in enumerate(card.events):
         reserved += event.reserved_bytes
         released -= min(0, event.reserved_bytes)
         if event.action in ("alloc", "free"):
             if released and reserved + released <= room_bytes:
-                yield 0, _EMPTY, 0, number
+                yield position, None
             released = 0
-            size = event.num_bytes if event.action == "alloc" else 0
-            yield event.address, size, event.stream, number
+            yield position, event
 
 
 def _failure(model: AllocatorModel, run: list[_Step]) -> int | None:
     """Return the event that a card refuses; None if all succeed."""
     blocks: dict[int, Block] = {}
-    malloc: Callable[[int, int], Block] = model.malloc
-    for address, num_bytes, stream, event in run:
-        if num_bytes > 0:
-            try:
-                blocks[address] = malloc(num_bytes, stream)
-            except AllocatorFull:
-                return event
-        elif num_bytes == 0:
-            model.free(blocks.pop(address))
-        else:
+    for position, event in run:
+        if event is None:
             model.empty_cache()
+        elif event.action == "free":
+            model.free(blocks.pop(event.address))
+        else:
+            try:
+                blocks[event.address] = model.malloc(event.num_bytes, event.stream)
+            except AllocatorFull:
+                return position
     return None
