@@ -7,6 +7,7 @@ from trainer_plugins.allocator.machine import Machine, gather_machine
 UNIFIED = "PYTORCH_ALLOC_CONF"
 CUDA = "PYTORCH_CUDA_ALLOC_CONF"
 HIP = "PYTORCH_HIP_ALLOC_CONF"
+NAMES = (CUDA, HIP, UNIFIED)
 
 
 def names_read(machine: Machine) -> tuple[str, ...]:
@@ -22,10 +23,10 @@ def names_read(machine: Machine) -> tuple[str, ...]:
 
 def names_known(machine: Machine) -> tuple[str, ...]:
     """Return the names that some version reads on this platform."""
-    return (CUDA, HIP, UNIFIED) if machine.rocm else (CUDA, UNIFIED)
+    return NAMES if machine.rocm else (CUDA, UNIFIED)
 
 
-def pick(environ: Mapping[str, str], names: Iterable[str] = (CUDA, HIP, UNIFIED)) -> dict[str, str]:
+def pick(environ: Mapping[str, str], names: Iterable[str] = NAMES) -> dict[str, str]:
     """Return those of the variables that are set, with their texts."""
     return {name: environ[name] for name in names if name in environ}
 

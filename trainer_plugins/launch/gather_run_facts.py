@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from trainer_plugins.accumulation.effect import judge_accumulation
-from trainer_plugins.allocator.variables import pick
+from trainer_plugins.allocator.variables import NAMES, pick
 from trainer_plugins.devices import Device
 from trainer_plugins.launch.launcher import launch_of
 from trainer_plugins.launch.masked import list_declared, mask_command, mask_fields, mask_text
@@ -26,7 +26,6 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-_VISIBLE = "CUDA_VISIBLE_DEVICES"
 _FEWEST_NAMES = 2  # a part of a Hydra config with only one of them, such as `seed`, may be anything
 
 
@@ -57,8 +56,7 @@ def facts_of_process(
     """Gather the facts of a run that need no Trainer; `device` is None if it is unreadable."""
     name = "" if device is None else device.name
     properties: Any = try_read(lambda: _properties(name), None)
-    visible = {_VISIBLE: os.environ[_VISIBLE]} if _VISIBLE in os.environ else {}
-    allocator = {**pick(os.environ), **visible}
+    allocator = pick(os.environ, (*NAMES, "CUDA_VISIBLE_DEVICES"))
     return RunFacts(
         process=PROCESS,
         time_seconds=time_seconds,
