@@ -12,7 +12,6 @@ from trainer_plugins.check.data import measure_waste
 from trainer_plugins.check.facts import (
     CardFacts,
     DataFacts,
-    Environment,
     Facts,
     MainMemory,
     ModelFacts,
@@ -47,21 +46,16 @@ MAIN = MainMemory(
     machine_bytes=256 * GIB,
     shared=HostFacts(num_oom_kills=0, shm_total_bytes=64 * GIB, shm_free_bytes=64 * GIB),
 )
-ENVIRONMENT = Environment(environ={}, machine=Machine(), versions={"torch": "2.13.0"})
 RUN = RunSettings(values={"output_dir": "runs"}, strategy=STRATEGY, num_cards=1)
 MODEL = ModelFacts(trainable_bytes={"bfloat16": 15 * GIB}, homes={"cuda": 15 * GIB})
 HEALTHY = Facts(
     cards=(CARD,), own_pids=frozenset({7, 8}), device_bytes=80 * GIB, device_free_bytes=60 * GIB,
-    main=MAIN, environment=ENVIRONMENT, run=RUN, model=MODEL, data=DataFacts(lengths=(64,) * 200),
+    main=MAIN, versions={"torch": "2.13.0"}, run=RUN, model=MODEL, data=DataFacts(lengths=(64,) * 200),
 )  # fmt: skip
 
 
 def run(**values: object) -> RunSettings:
     return replace(RUN, values={**RUN.values, **values})
-
-
-def environment(**more: object) -> Environment:
-    return replace(ENVIRONMENT, **more)  # type: ignore[arg-type]
 
 
 def main(**more: object) -> MainMemory:
@@ -139,7 +133,7 @@ CHANGED = [
         Severity.WARNING,
     ),
     (
-        replace(HEALTHY, environment=environment(machine=Machine(is_wsl=True))),
+        replace(HEALTHY, machine=Machine(is_wsl=True)),
         "windows-limits",
         Severity.WARNING,
     ),
@@ -167,7 +161,7 @@ CHANGED = [
     ),
     (Facts(locks=(LOCK,)), "extension-lock", Severity.WARNING),
     (
-        replace(HEALTHY, environment=environment(environ={"CUDA_LAUNCH_BLOCKING": "1"})),
+        replace(HEALTHY, environ={"CUDA_LAUNCH_BLOCKING": "1"}),
         "debug-switch",
         Severity.WARNING,
     ),
@@ -180,7 +174,7 @@ CHANGED = [
         replace(
             HEALTHY,
             run=run(torch_compile=True),
-            environment=environment(versions={"torch": "2.9.1+cu128"}),
+            versions={"torch": "2.9.1+cu128"},
         ),
         "known-version",
         Severity.WARNING,
@@ -234,7 +228,7 @@ def test_one_change_gives_one_finding(facts: Facts, code: str, severity: Severit
     ],
 )
 def test_a_card_that_spills_under_wsl_gets_a_limit_of_torchs(machine: Machine, said: str) -> None:
-    (found,) = judge(replace(HEALTHY, environment=environment(machine=machine))).findings
+    (found,) = judge(replace(HEALTHY, machine=machine)).findings
     assert "very slow" in found.summary
     assert said in found.remedy
 
@@ -314,8 +308,8 @@ def test_fsdp2_checkpointing_of_accelerate_before_1_15_is_known(tmp_path: Path) 
         "  fsdp_activation_checkpointing: true\n"
     )
     for version, expected in (("1.14.0", ["known-version"]), ("1.15.0", [])):
-        there = environment(versions={"accelerate": version})
-        facts = replace(HEALTHY, environment=there, document=read_document(file))
+        versions = {"accelerate": version}
+        facts = replace(HEALTHY, versions=versions, document=read_document(file))
         found = judge(facts).findings
         assert [each.code for each in found if each.severity > Severity.INFO] == expected
 
@@ -328,7 +322,7 @@ def test_fsdp2_checkpointing_of_accelerate_before_1_15_is_known(tmp_path: Path) 
 def test_a_frozen_base_that_fsdp2_made_float32_is_known(version, frozen, expected) -> None:
     facts = replace(
         HEALTHY,
-        environment=environment(versions={"accelerate": version}),
+        versions={"accelerate": version},
         model=replace(ADAPTERS, frozen_bytes=frozen),
         run=replace(run(bf16=True), strategy=FSDP2),
     )
@@ -347,8 +341,8 @@ def test_what_transformers_5_does_to_experts_is_known(version, frozen, issue, tm
     file = tmp_path / "fsdp2.yaml"
     loads = "fsdp_cpu_ram_efficient_loading: true" if "uint8" not in frozen else "fsdp_version: 2"
     file.write_text(f"distributed_type: FSDP\nnum_processes: 2\nfsdp_config:\n  {loads}\n")
-    there = environment(versions={"transformers": version})
-    facts = replace(HEALTHY, environment=there, document=read_document(file))
+    versions = {"transformers": version}
+    facts = replace(HEALTHY, versions=versions, document=read_document(file))
     mixture = replace(ADAPTERS, frozen_bytes=frozen, expert_bytes=8 * GIB)
 
     def found(model):
@@ -368,7 +362,7 @@ def test_what_transformers_5_does_to_experts_is_known(version, frozen, issue, tm
     ({"vllm": "a branch"}, {"vllm_enable_sleep_mode": True}, ""),
 ])  # fmt: skip
 def test_a_fault_that_explain_knows_is_found_before_the_run(versions, arguments, issue) -> None:
-    facts = replace(HEALTHY, environment=environment(versions=versions), run=run(**arguments))
+    facts = replace(HEALTHY, versions=versions, run=run(**arguments))
     found = [each for each in judge(facts).findings if each.code == "known-version"]
     assert [issue in each.evidence for each in found] == [True] * bool(issue)
     assert all("pip install -U" in each.remedy for each in found)

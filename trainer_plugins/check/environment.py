@@ -6,7 +6,7 @@ from trainer_plugins.advice import version_faults as faults
 from trainer_plugins.advice.version_faults import Fault
 from trainer_plugins.allocator.lint import lint
 from trainer_plugins.allocator.variables import pick
-from trainer_plugins.check.facts import Check, CheckLine, Environment, Facts
+from trainer_plugins.check.facts import Check, CheckLine, Facts
 from trainer_plugins.checkpointing import options
 from trainer_plugins.finding import Finding
 from trainer_plugins.launch.extensions import find_needed_by, lock_findings
@@ -22,12 +22,11 @@ _HALVES = ("bfloat16", "float16")
 
 def allocator(facts: Facts) -> CheckLine | None:
     """Judge the allocator settings."""
-    there = facts.environment
-    if not there.versions:
+    if not facts.versions:
         return None
-    texts = pick(there.environ)
+    texts = pick(facts.environ)
     seen = ", ".join(f"{name}={text}" for name, text in texts.items())
-    return CheckLine("allocator", seen or "default settings", lint(texts, there.machine))
+    return CheckLine("allocator", seen or "default settings", lint(texts, facts.machine))
 
 
 def launch_file(facts: Facts) -> CheckLine | None:
@@ -54,19 +53,19 @@ def builds(facts: Facts) -> CheckLine | None:
 
 def versions(facts: Facts) -> CheckLine | None:
     """Judge whether these versions are known to leak or to waste memory."""
-    there = facts.environment
-    if not there.versions:
+    there = facts.versions
+    if not there:
         return None
     names = ("torch", "transformers", "accelerate")
-    seen = ", ".join(f"{name} {there.versions[name]}" for name in names if name in there.versions)
+    seen = ", ".join(f"{name} {there[name]}" for name in names if name in there)
     known = [_judge_fault(fault, facts) for fault in _MEETS]
-    return CheckLine("versions", seen, tuple(filter(None, (_wrong_torch(facts, there), *known))))
+    return CheckLine("versions", seen, tuple(filter(None, (_wrong_torch(facts), *known))))
 
 
 def switches(facts: Facts) -> CheckLine | None:
     """Judge debugging variables that are still set."""
-    environ = facts.environment.environ
-    on = {name: environ[name] for name in _DEBUG if environ.get(name, "0") not in ("", "0")}
+    debug = pick(facts.environ, _DEBUG)
+    on = {name: text for name, text in debug.items() if text not in ("", "0")}
     if not on:
         return None
     finding = Finding.warning(
@@ -81,13 +80,13 @@ def switches(facts: Facts) -> CheckLine | None:
 CHECKS: tuple[Check, ...] = (allocator, launch_file, builds, versions, switches)
 
 
-def _wrong_torch(facts: Facts, there: Environment) -> Finding | None:
-    if facts.own_pids or not facts.cards or "+cpu" not in there.versions.get("torch", ""):
+def _wrong_torch(facts: Facts) -> Finding | None:
+    if facts.own_pids or not facts.cards or "+cpu" not in facts.versions.get("torch", ""):
         return None
     return Finding.warning(
         code="torch-without-cuda",
         summary="the installed torch cannot use the cards of this machine: it trains on the CPU",
-        evidence=f"torch {there.versions['torch']}, {len(facts.cards)} card(s)",
+        evidence=f"torch {facts.versions['torch']}, {len(facts.cards)} card(s)",
         remedy="Install a build of torch for CUDA: pytorch.org/get-started",
     )
 
@@ -142,7 +141,7 @@ _MEETS: Mapping[Fault, Callable[[Facts], object]] = {
 
 
 def _judge_fault(fault: Fault, facts: Facts) -> Finding | None:
-    text = facts.environment.versions.get(fault.library, "")
+    text = facts.versions.get(fault.library, "")
     if not fault.is_in(text) or not _MEETS[fault](facts):
         return None
     return Finding.warning(

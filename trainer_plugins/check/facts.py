@@ -56,15 +56,6 @@ class MainMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Environment:
-    """Describes the surroundings of a launch: its variables, and the versions of packages."""
-
-    environ: Mapping[str, str] = field(default_factory=dict)
-    machine: Machine = field(default_factory=Machine)
-    versions: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """Holds the sizes of a model that make memory grow with length."""
 
@@ -216,7 +207,9 @@ class Facts:
     device_free_bytes: int | None = None  # the part of it that is free, or cached by this process
     capability: tuple[int, int] | None = None  # of the training device, if it is CUDA
     main: MainMemory | None = None
-    environment: Environment = field(default_factory=Environment)
+    environ: Mapping[str, str] = field(default_factory=dict)  # the variables of a launch
+    machine: Machine = field(default_factory=Machine)
+    versions: Mapping[str, str] = field(default_factory=dict)  # of packages
     locks: tuple[ExtensionLock, ...] = ()  # of builds of extensions; not read inside a run
     document: Document = field(default_factory=partial(Document, name=""))  # the launch file
     model: ModelFacts = field(default_factory=ModelFacts)

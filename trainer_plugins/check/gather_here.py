@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from trainer_plugins.allocator.machine import gather_machine
-from trainer_plugins.check.facts import CardFacts, Environment, Facts, MainMemory, Notes, Owner
+from trainer_plugins.check.facts import CardFacts, Facts, MainMemory, Notes, Owner
 from trainer_plugins.devices import GpuProcess, HostDevice, NvmlDevice, NvmlError
 from trainer_plugins.devices.nvml import NO_CARD
 from trainer_plugins.devices.nvml_cards import InstalledCard, list_cards
@@ -32,7 +33,7 @@ def gather_here(environ: Mapping[str, str]) -> Facts:
     return replace(
         notes.try_read("the cards", _cards, Facts()),
         main=notes.try_read("main memory", main_memory, None),
-        environment=notes.try_read("the environment", partial(environment, environ), Environment()),
+        **notes.try_read("the environment", partial(read_environment, environ), dict[str, Any]()),
         locks=notes.try_read("extensions", partial(read_locks, environ), unread),
         failed=tuple(notes.failed),
     )
@@ -51,9 +52,9 @@ def main_memory() -> MainMemory:
     )
 
 
-def environment(environ: Mapping[str, str]) -> Environment:
-    """Read variables and versions."""
-    return Environment(environ=environ, machine=gather_machine(environ), versions=read_versions())
+def read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    """Return the facts of variables and versions."""
+    return {"environ": environ, "machine": gather_machine(environ), "versions": read_versions()}
 
 
 def owner_of(process: GpuProcess, is_peer: bool = False) -> Owner:

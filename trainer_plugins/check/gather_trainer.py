@@ -17,7 +17,6 @@ from trainer_plugins.accumulation.effect import judge_accumulation
 from trainer_plugins.check.facts import (
     CardFacts,
     DataFacts,
-    Environment,
     Facts,
     ModelFacts,
     ModelShape,
@@ -29,10 +28,10 @@ from trainer_plugins.check.facts import (
 )
 from trainer_plugins.check.gather_here import (
     disk_free_bytes,
-    environment,
     folder_trouble,
     main_memory,
     owner_of,
+    read_environment,
 )
 from trainer_plugins.checkpointing import is_checkpointing
 from trainer_plugins.devices import Device
@@ -61,6 +60,7 @@ def gather_trainer(
     run = notes.try_read("the arguments", partial(_run, trainer, optimizer), RunSettings())
     data = notes.try_read("the data", partial(_data, trainer, model, run), DataFacts())
     read_loss = partial(judge_accumulation, trainer, data.batch_names)
+    read_surroundings = partial(read_environment, os.environ)
     read_model = partial(_model, trainer, model, optimizer, device.name.split(":")[0])
     facts = Facts(
         cards=(card,) if card is not None else (),
@@ -70,9 +70,7 @@ def gather_trainer(
         capability=card.capability if card is not None else None,
         device_free_bytes=reading.free_bytes + (reading.cached_bytes if is_card else 0),
         main=notes.try_read("main memory", main_memory, None),
-        environment=notes.try_read(
-            "the environment", partial(environment, os.environ), Environment()
-        ),
+        **notes.try_read("the environment", read_surroundings, dict[str, Any]()),
         run=run,
         model=notes.try_read("the model", read_model, ModelFacts()),
         data=data,

@@ -112,7 +112,7 @@ def _silent(what: str, trouble: str, remedy: str) -> Finding:
 
 
 def _visibility(facts: Facts) -> Iterator[Finding]:
-    environ = facts.environment.environ
+    environ = facts.environ
     visible = environ.get(_VISIBLE, "").strip()
     if not visible:  # an empty list hides all on purpose
         return
@@ -202,7 +202,7 @@ def _visible(facts: Facts) -> tuple[list[str], str]:
     CUDA reads CUDA_VISIBLE_DEVICES from the left, up to the first entry that matches nothing.
     """
     # CUDA C++ Programming Guide, "CUDA Environment Variables"
-    text = facts.environment.environ.get(_VISIBLE)
+    text = facts.environ.get(_VISIBLE)
     if text is None:
         return [each for card in facts.cards for each in card.slices[:1] or (card.uuid,)], ""
     found: list[str] = []

@@ -95,7 +95,7 @@ def swap(facts: Facts) -> CheckLine | None:
 
 def wsl(facts: Facts) -> CheckLine | None:
     """Report the limits of Windows."""
-    machine = facts.environment.machine
+    machine = facts.machine
     if not (machine.is_wsl or machine.is_windows):
         return None
     values = facts.run.values
