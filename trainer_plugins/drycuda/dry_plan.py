@@ -85,20 +85,18 @@ def dry_plan(run: DryRun, tell: Callable[[str], None]) -> DryAnswer:
     if run.foretells or not has_limit:
         result = run_dry(replace(run, card=unlimited), tell)
         if result.smallest is not None or not has_limit:
-            return _answer(result, plan_of(result, run))
+            return _answer(result, run)
     result = run_dry(run, tell)
     if not result.died:
-        return _answer(result, plan_of(result, run))
+        return _answer(result, run)
     num_bytes, place = result.failed_request
     tell("planning: it does not fit; running it again on a card without a limit")
     result = run_dry(replace(run, card=unlimited, snapshot=None), tell)
-    plan = replace(plan_of(result, run), fits=False)
-    plan = replace(plan, failed_request_bytes=num_bytes, failed_request=place)
-    return _answer(result, plan)
+    return _answer(result, run, fits=False, failed_request_bytes=num_bytes, failed_request=place)
 
 
-def _answer(result: DryResult, plan: MemoryPlan) -> DryAnswer:
-    seen = result.seen[0]
+def _answer(result: DryResult, run: DryRun, **changed: Any) -> DryAnswer:
+    seen, plan = result.seen[0], replace(plan_of(result, run), **changed)
     known = ("arguments", "tokens", "is_fsdp", "why_whole")
     return DryAnswer(plan, *(seen[name] for name in known))
 
