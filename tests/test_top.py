@@ -25,13 +25,13 @@ from trainer_plugins.cli import app
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.record.history import Follower
-from trainer_plugins.record.thinning import thin
 from trainer_plugins.record.timeline import (
     Beginning,
     Failure,
     Remark,
     Sample,
     Timeline,
+    thin,
     to_line,
 )
 from trainer_plugins.report.top_page import MOST_PEAKS, RankLine, TopPage, rank_lines

@@ -26,8 +26,15 @@ from trainer_plugins import CudaCacheCallback, MemoryWatchdog, OOMReporter, Stra
 from trainer_plugins.cli import app
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.record.history import read_history
-from trainer_plugins.record.thinning import thin
-from trainer_plugins.record.timeline import Entry, Failure, Flush, Remark, Sample, read_timeline
+from trainer_plugins.record.timeline import (
+    Entry,
+    Failure,
+    Flush,
+    Remark,
+    Sample,
+    read_timeline,
+    thin,
+)
 from trainer_plugins.report.html.chart import draw_limit
 from trainer_plugins.report.html.memory_chart import stretches_of
 from trainer_plugins.report.pace import paces_of

@@ -3,12 +3,14 @@
 import json
 import logging
 import os
+import shutil
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from io import BufferedReader, FileIO
 from itertools import islice
+from operator import ge
 from pathlib import Path
 from time import time
 from typing import Any, get_args
@@ -17,14 +19,14 @@ from weakref import WeakValueDictionary
 from trainer_plugins.finding import Finding
 from trainer_plugins.printable import printable
 from trainer_plugins.reading import MemoryReading
-from trainer_plugins.record.folder import folder_of_run, from_json, open_regular
-from trainer_plugins.record.thinning import thin
+from trainer_plugins.record.folder import folder_of_run, from_json, open_regular, replacing
 from trainer_plugins.strategy import Strategy
 
 logger = logging.getLogger(__name__)
 
 MAX_FILE_BYTES = 8 << 20  # a longer file is thinned to about two thirds
 LONGEST_LINE_BYTES = 1 << 20
+_AT_ONCE_BYTES = 1 << 20  # how much of a file is thinned at a time
 _YEAR_10000_SECONDS = 253_402_300_800
 
 CUT_OFF = ".cut-off"  # suffix of a file beside the timeline, empty so that it fits on a full disk
@@ -94,11 +96,11 @@ class Failure:
 Entry = Sample | Flush | Remark | Beginning | Failure
 
 
-def to_line(entry: Entry) -> str:
+def to_line(entry: Entry, process: str = PROCESS) -> str:
     """Format an entry as one line of JSON, without the line feed; `run` names the process."""
     record: dict[str, object] = {
         "kind": type(entry).__name__.lower(),
-        "run": PROCESS,
+        "run": process,
         "time_seconds": round(entry.time_seconds, 3),
         "step": entry.step,
     }
@@ -155,6 +157,76 @@ def read_timeline(path: Path) -> list[Entry]:
         OSError: the file cannot be read, or is not a regular file.
     """
     return [read[1] for read in read_lines(path) if read is not None]
+
+
+def thin(path: Path) -> int:
+    """Rewrite a timeline file with fewer lines, and return its size in bytes.
+
+    Of two readings of one moment the higher one stays, and both if one is higher in peak and the
+    other in reserved, used or pressure. Releases are summed in pairs. The newest quarter stays. A
+    kill at any moment leaves one intact file.
+    """
+    with BufferedReader(open_regular(path, "r")) as file, replacing(path) as thinned:
+        num_old_bytes = os.fstat(file.fileno()).st_size * 3 // 4
+        while num_old_bytes > 0 and (lines := file.readlines(min(num_old_bytes, _AT_ONCE_BYTES))):
+            num_old_bytes -= sum(map(len, lines))
+            thinned.writelines(_thin(lines))
+        shutil.copyfileobj(file, thinned)
+        shutil.copymode(path, thinned.name)
+        thinned.flush()
+        os.fsync(thinned.fileno())
+        return thinned.tell()
+
+
+def _thin(lines: Sequence[bytes]) -> Iterator[bytes]:
+    stay: list[bytes | None] = [*lines]
+    unpaired: dict[object, tuple[int, Sample | Flush]] = {}
+    for number, line in enumerate(lines):
+        process, entry = from_line(line) or ("", None)  # a line that cannot be read stays
+        key: tuple[object, ...]
+        match entry:
+            case Beginning() | Sample(moment="begin"):
+                unpaired.clear()  # never compare readings of two runs
+                continue
+            case Sample(moment=moment, reading=reading) if moment != "end":
+                key = process, moment, reading.device, reading.total_bytes
+            case Flush(reason=reason):
+                key = process, reason
+            case _:
+                continue
+        at, before = unpaired.pop(key, (number, entry))
+        is_pair = at < number and before.step <= entry.step
+        joined = _join(before, entry) if is_pair else None
+        if joined is not None:
+            stay[at] = stay[number] = None
+            place = number if joined.step == entry.step else at
+            stay[place] = to_line(joined, process).encode() + b"\n"
+        elif not is_pair:
+            unpaired[key] = number, entry
+    return (line for line in stay if line is not None)
+
+
+def _join(one: Sample | Flush, other: Sample | Flush) -> Sample | Flush | None:
+    """Return the sum of two releases, or the higher reading; None if both are highest."""
+    if isinstance(one, Flush) and isinstance(other, Flush):
+        return replace(
+            other,
+            released_bytes=one.released_bytes + other.released_bytes,
+            seconds=one.seconds + other.seconds,
+            stuck_bytes=max(one.stuck_bytes, other.stuck_bytes),
+            num_releases=one.num_releases + other.num_releases,
+        )
+    assert isinstance(one, Sample)
+    assert isinstance(other, Sample)
+    for high, low in ((other, one), (one, other)):
+        if all(map(ge, _figures(high.reading), _figures(low.reading))):
+            return replace(high, num_readings=one.num_readings + other.num_readings)
+    return None
+
+
+def _figures(reading: MemoryReading) -> tuple[float, ...]:
+    used_bytes = reading.total_bytes - reading.free_bytes
+    return reading.peak_allocated_bytes, reading.reserved_bytes, used_bytes, reading.pressure
 
 
 class Timeline:
