@@ -37,6 +37,7 @@ _OURS = {
         "_generate_before_guards",
         "_memory_callbacks",
         "_trainer_plugins",
+        "_was_inserted",
         "_streamed_by",
     ),  # what we leave with others
 }

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from operator import is_
 from typing import TYPE_CHECKING, Any
-from weakref import ref
 
 from trainer_plugins._site import trainer_plugins_on_import as on_import
 from trainer_plugins.oldest import too_old
@@ -26,8 +25,7 @@ from trainer_plugins.plug_in.reported import TRAINER, report
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback
 
-# The callbacks that `insert` added to Trainers, by id: a callback need not be hashable.
-_inserted: "dict[int, ref[TrainerCallback]]" = {}
+_INSERTED = "_was_inserted"  # attribute of the callbacks that `insert` added to Trainers
 
 
 def protect(
@@ -72,7 +70,7 @@ def insert(trainer: "Trainer", callbacks: "Iterable[TrainerCallback]") -> "list[
     flow = [n for n, each in enumerate(present) if isinstance(each, DefaultFlowCallback)]
     behind = flow[0] + 1 if flow else 0
     for each in missing:
-        _inserted[id(each)] = ref(each, functools.partial(_inserted.pop, id(each)))
+        vars(each)[_INSERTED] = True
     # Not by `add_callback`: that adds them last, after the trackers, and a subclass may refuse.
     present[behind:behind] = missing
     for each in missing:
@@ -90,15 +88,9 @@ def _give_way(add: Callable[..., None], handler: Any, callback: Any) -> None:
         handler.callbacks[:] = [
             each
             for each in handler.callbacks
-            if not (was_inserted(each) and _same_kind(type(each), kind))
+            if not (hasattr(each, _INSERTED) and _same_kind(type(each), kind))
         ]
     add(handler, callback)
-
-
-def was_inserted(callback: "TrainerCallback") -> bool:
-    """Return whether `insert` added this callback, rather than the user."""
-    known = _inserted.get(id(callback))
-    return known is not None and known() is callback
 
 
 def _same_kind(one: "type[TrainerCallback]", other: "type[TrainerCallback]") -> bool:
@@ -273,7 +265,7 @@ def _trainer_class() -> "type[Trainer] | None":
 def _warn_of_those_built(trainer: "type[Trainer]") -> None:
     trainers = [thing for thing in gc.get_objects() if issubclass(type(thing), trainer)]
     handlers = [each.callback_handler for each in trainers if hasattr(each, "callback_handler")]
-    built = sum(not any(map(was_inserted, handler.callbacks)) for handler in handlers)
+    built = sum(not any(hasattr(c, _INSERTED) for c in each.callbacks) for each in handlers)
     if built:
         logger.warning(
             "%d Trainer%s built before attach(), which reaches only later ones. For such a"

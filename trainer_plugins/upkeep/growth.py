@@ -5,7 +5,7 @@ import re
 import sys
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -28,7 +28,6 @@ _NUM_SAMPLED, _NUM_INNER = 4, 100
 _CONTAINERS = (list, dict, set, deque)
 _WRAPPERS = ("torch.utils.data.", "accelerate.")
 _MANY = 10_000  # Python objects of which workers' copies become large
-_Since = Callable[[int, float], str]  # formats the count, and the increase each time
 _Container = list[object] | deque[object] | dict[object, object]
 
 
@@ -37,9 +36,10 @@ class _Named(NamedTuple):
 
     grew: str = ""
     cure: str = ""
+    a_time: float = 0.0  # how many more with each step, save or evaluation; 0 if unknown
+    num_times: float = 0.0  # how often it grew; 0 if unknown
     holder: str = ""
     held_bytes: int = 0  # 0: graphs hold it, which no tensor shows
-    num_times: float = 0.0  # how often it grew; 0 if unknown
 
 
 class _Kind(NamedTuple):
@@ -77,8 +77,12 @@ class GrowthTeller:
 
     def tell(self, finding: Finding, step: int, unit: str = "step") -> Finding:
         """Add to a leak the objects grown since `begin`, their holder and the cure; never raise."""
-        since = partial(_since, step=step, unit=unit)
-        named = try_read(partial(self._name, finding, since), _Named())
+        named = try_read(partial(self._name, finding), _Named())
+        if named.a_time:
+            when = f" with each {unit}"
+            if unit == "step":
+                when = f" per step since about step {max(0, round(step - named.num_times))}"
+            named = named._replace(grew=f"{named.grew}, {named.a_time:g} more{when}")
         if named.grew:
             self._named[finding.code] = named._replace(grew=f"at step {step} {named.grew}")
         else:  # none of its objects appeared in these two looks
@@ -108,18 +112,18 @@ class GrowthTeller:
         self._lengths = {id(each): len(each) for each in _containers()}
         self._batches.clear()
 
-    def _name(self, finding: Finding, since: _Since) -> _Named:
+    def _name(self, finding: Finding) -> _Named:
         if finding.code == "leak-tensors":
-            return self._tensors(self._device_type, since)
+            return self._tensors(self._device_type)
         if finding.code == "leak-workers":
             return _Named(*self._dataset_words)
         if finding.code == "leak-cache":
             return _Named(_words_of_batches(self._batches))
         if finding.code != "leak-host":
             return _Named()
-        if (named := self._tensors("cpu", since)).grew:
+        if (named := self._tensors("cpu")).grew:
             return named
-        return self._container(float(finding.data["bytes_a_step"]) * LOOKS_TO_NAME, since)
+        return self._container(float(finding.data["bytes_a_step"]) * LOOKS_TO_NAME)
 
     def _find_unowned(self, tensors: list[torch.Tensor], device_type: str) -> list[torch.Tensor]:
         owned = find_owned(device_type, self._model(), self._optimizer())
@@ -130,7 +134,7 @@ class GrowthTeller:
                 found.append(tensor)
         return found
 
-    def _tensors(self, device_type: str, since: _Since) -> _Named:
+    def _tensors(self, device_type: str) -> _Named:
         gc.collect()
         found = self._find_unowned(list_tracked(torch.Tensor), device_type)
         alive = Counter(map(_kind, found))
@@ -154,7 +158,7 @@ class GrowthTeller:
             if tried_kinds[kind] > 2 or len(tried_kinds) > _MOST_TRIED:
                 continue
             if holder := users_holder(tensor, new):
-                named = _describe(tensor, alive[kind], grown[kind] / LOOKS_TO_NAME, since, holder)
+                named = _describe(tensor, alive[kind], grown[kind] / LOOKS_TO_NAME, holder)
                 return named._replace(held_bytes=0 if kind.has_graph else kind_bytes[kind])
         return _Named()
 
@@ -169,7 +173,7 @@ class GrowthTeller:
         item_bytes = sum(map(_deep_bytes, last)) / max(1, len(last))
         return (len(container) - self._lengths[id(container)]) * item_bytes
 
-    def _container(self, least_bytes: float, since: _Since) -> _Named:
+    def _container(self, least_bytes: float) -> _Named:
         """Find the list, deque or dictionary that grew by the most bytes."""
         longer = [
             each
@@ -182,11 +186,11 @@ class GrowthTeller:
             if self._growth_bytes(grown) < _LEAST_FRACTION * least_bytes:
                 break
             if holder := users_holder(grown, longer):
-                more = len(grown) - self._lengths[id(grown)]
+                a_step = (len(grown) - self._lengths[id(grown)]) / LOOKS_TO_NAME
                 place = _place(holder)
                 what = f"{len(grown)} x {type(_items(grown)[-1]).__name__} in {place}"
                 cure = f"Limit {place}, or empty it: `{_name(place)}.clear()`."
-                return _Named(f"{what}, {since(len(grown), more / LOOKS_TO_NAME)}", cure)
+                return _Named(what, cure, a_step, len(grown) / a_step)
         return _Named()
 
 
@@ -232,18 +236,16 @@ def _has_graph(tensor: torch.Tensor) -> bool:
         return False
 
 
-def _describe(
-    tensor: torch.Tensor, alive: int, a_step: float, since: _Since, holder: str
-) -> _Named:
+def _describe(tensor: torch.Tensor, alive: int, a_time: float, holder: str) -> _Named:
     kind, place = _kind(tensor), _place(holder)
     what = f"{kind.name} {list(tensor.shape)} {str(kind.dtype).partition('.')[2]}"
     name = _name(place)
-    if a_step < 1:
+    if a_time < 1:
         grew = f"{what} held by {place} keeps the graphs of all steps"
         cure = f"Add a number: `{name} += loss.item()`, or `loss.detach()`."
-        return _Named(grew, cure, place)
+        return _Named(grew, cure, holder=place)
     graph = ", each with its graph," if kind.has_graph else ""
-    grew = f"{alive} x {what}{graph} held by {place}, {since(alive, a_step)}"
+    grew = f"{alive} x {what}{graph} held by {place}"
     if "a local of" in place:
         cure = f"Keep an error's text, for its frames hold tensors: `{name}` of `str(error)`."
     elif kind.has_graph:
@@ -251,13 +253,7 @@ def _describe(
         cure = f"Keep it without its graph: `{name}.append({kept})`."
     else:
         cure = f"Keep it off the card: `tensor.detach().cpu()`; or empty it: `{name}.clear()`."
-    return _Named(grew, cure, place, num_times=alive / a_step)
-
-
-def _since(alive: int, a_step: float, step: int, unit: str) -> str:
-    if unit != "step":
-        return f"{a_step:g} more with each {unit}"
-    return f"{a_step:g} more per step since about step {max(0, round(step - alive / a_step))}"
+    return _Named(grew, cure, a_time, alive / a_time, place)
 
 
 def _place(holder: str) -> str:

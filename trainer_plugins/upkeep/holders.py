@@ -3,7 +3,7 @@
 import gc
 import os
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from traceback import walk_tb
 from types import CellType, FrameType, FunctionType, ModuleType
 from typing import Any, TypeVar
@@ -124,32 +124,26 @@ def name_holders(tensors: list[torch.Tensor]) -> list[Held]:
 def graphs_held(device_type: str, oldest: bool = False) -> list[Held]:
     """Return the ends of live autograd graphs, largest or oldest first, with their holders."""
     # During a step, which builds its own graph, the oldest are kept by other code.
-    ends = [
+    ends: list[Any] = [
         tensor
         for tensor in list_tracked(torch.Tensor)
         if tensor.grad_fn is not None and tensor.device.type == device_type
     ]
     inner: set[torch.autograd.graph.Node] = set()
-    tips = [tensor.grad_fn for tensor in ends if tensor.grad_fn is not None]
-    behind = [node for tip in tips for node, _ in tip.next_functions]
+    behind = [node for end in ends for node, _ in end.grad_fn.next_functions]
     while behind:
         node = behind.pop()
         if node is not None and node not in inner:
             inner.add(node)
             behind += [further for further, _ in node.next_functions]
     ends = [tensor for tensor in ends if tensor.grad_fn not in inner]
-    ends.sort(key=_order_of_creation if oldest else lambda end: -end.numel())
+    # Autograd numbers the nodes of each thread.
+    ends.sort(key=lambda end: end.grad_fn._sequence_nr() if oldest else -end.numel())
     del ends[_MOST_LARGEST:]
     return [
         Held(num_bytes=end.nbytes, shape=tuple(end.shape), holder=_holder(end, ends))
         for end in ends
     ]
-
-
-def _order_of_creation(end: torch.Tensor) -> int:
-    # Autograd numbers the nodes of each thread.
-    sequence: Callable[[], int] | None = getattr(end.grad_fn, "_sequence_nr", None)
-    return sequence() if sequence is not None else 0
 
 
 def find_owned(device_type: str, model: nn.Module | None, optimizer: object) -> set[int]:

@@ -2,7 +2,6 @@
 
 import base64
 import hashlib
-import json
 import re
 from collections.abc import Mapping
 from html import escape
@@ -49,15 +48,11 @@ def page(template: str, data: Mapping[str, object], **values: object) -> Page:
         lstrip_blocks=True,
         finalize=_harmless,
     )
+    # `tojson` writes data so that no text in it can end its element.
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
     environment.filters |= {"colour": colour_of, "percent": percent, "size": size}
     environment.filters |= {"soft": soft, "words": words_of}
-    return Page(environment.get_template(template).render(values, data=_json(data)))
-
-
-def _json(data: Mapping[str, object]) -> Markup:
-    """Write data so that no text in it can end its element."""
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
-    return Markup(text.replace("&", r"\u0026").replace("<", r"\u003c").replace(">", r"\u003e"))
+    return Page(environment.get_template(template).render(values, data=data))
 
 
 def soft(text: object, longest: int = 36) -> Markup:
