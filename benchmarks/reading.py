@@ -11,7 +11,7 @@ from time import perf_counter, process_time
 import torch
 
 from benchmarks.card import card_here
-from trainer_plugins.devices import open_device
+from trainer_plugins.devices.accelerator import open_device
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.record.timeline import Sample, Timeline
 

@@ -5,7 +5,7 @@ import torch
 from tests.events import at
 from tests.said_device import SaidDevice
 from trainer_plugins import CudaCacheCallback
-from trainer_plugins.devices import open_device
+from trainer_plugins.devices.accelerator import open_device
 from trainer_plugins.record.timeline import Flush, Timeline
 from trainer_plugins.units import GIB, MIB
 

@@ -45,7 +45,7 @@ from trainer_plugins import (
     released,
 )
 from trainer_plugins.cli import app
-from trainer_plugins.devices import open_device
+from trainer_plugins.devices.accelerator import open_device
 from trainer_plugins.record.oom_record import read_oom_records
 from trainer_plugins.record.timeline import Flush, Sample
 from trainer_plugins.units import GIB, MIB

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from tests.conftest import CUDA
-from trainer_plugins.devices import AcceleratorDevice, Device, HostDevice, open_device
+from trainer_plugins.devices import Device, HostDevice
+from trainer_plugins.devices.accelerator import AcceleratorDevice, open_device
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.units import MIB
 

@@ -39,7 +39,8 @@ def one_card(tmp_path) -> tuple[SimCard, ScriptedNvml]:
 
 @alone
 def test_torch_and_the_driver_agree(tmp_path):
-    from trainer_plugins.devices import NvmlDevice, open_device
+    from trainer_plugins.devices import NvmlDevice
+    from trainer_plugins.devices.accelerator import open_device
 
     card, _ = one_card(tmp_path)
     device = open_device("simgpu")
@@ -130,7 +131,7 @@ def test_no_failure_of_the_driver_reaches_training(tmp_path):
 def test_a_driver_that_is_missing_is_said_once_a_process(tmp_path):
     import logging
 
-    from trainer_plugins.devices import open_device
+    from trainer_plugins.devices.accelerator import open_device
 
     _, driver = one_card(tmp_path)
     driver.cannot_start(pynvml.NVML_ERROR_DRIVER_NOT_LOADED).write()
@@ -181,7 +182,7 @@ def test_a_driver_that_hangs_is_waited_for_once(tmp_path):
 
 @alone
 def test_a_forked_child_asks_the_driver_itself(tmp_path):
-    from trainer_plugins.devices import open_device
+    from trainer_plugins.devices.accelerator import open_device
 
     card, _ = one_card(tmp_path)
     device = open_device("simgpu")
@@ -230,7 +231,7 @@ def train_while(
 
 @alone
 def test_a_slice_of_a_card_is_read_through_torch(tmp_path):
-    from trainer_plugins.devices import open_device
+    from trainer_plugins.devices.accelerator import open_device
 
     bare = "8a5f0e2c-1111-2222-3333-444444444444"
     SimCard.create(tmp_path / "card", CAPACITY_BYTES, uuid=f"GPU-{bare}")

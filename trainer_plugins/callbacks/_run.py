@@ -12,7 +12,8 @@ from transformers import Trainer, TrainerCallback
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.trainer_callback import CallbackHandler
 
-from trainer_plugins.devices import Device, open_device
+from trainer_plugins.devices import Device
+from trainer_plugins.devices.accelerator import open_device
 from trainer_plugins.finding import Finding
 from trainer_plugins.hf_trainer import HfArguments, HfState, HfTrainer
 from trainer_plugins.record.timeline import Remark, Timeline, timeline_of_run

@@ -23,7 +23,8 @@ from trainer_plugins.callbacks._run import (
     wrap_once,
 )
 from trainer_plugins.compiled import lock
-from trainer_plugins.devices import Device, HostDevice, open_device
+from trainer_plugins.devices import Device, HostDevice
+from trainer_plugins.devices.accelerator import open_device
 from trainer_plugins.hf_trainer import HfArguments, HfState, HfTrainer
 from trainer_plugins.launch.gather_run_facts import facts_of_trainer, try_read
 from trainer_plugins.launch.in_force import strategy_of

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import Trainer
 
-from trainer_plugins.devices import open_device
+from trainer_plugins.devices.accelerator import open_device
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.streaming.layers import find_repeated_layers, frozen_weights
 from trainer_plugins.streaming.stream import Stream, stream_of

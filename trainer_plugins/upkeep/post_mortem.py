@@ -12,7 +12,8 @@ from time import time
 
 import torch
 
-from trainer_plugins.devices import Device, HostDevice, open_device
+from trainer_plugins.devices import Device, HostDevice
+from trainer_plugins.devices.accelerator import open_device
 from trainer_plugins.launch.gather_run_facts import facts_of_process, try_read
 from trainer_plugins.launch.masked import mask_text
 from trainer_plugins.oom import OutOfMemory, classify

@@ -8,7 +8,7 @@ from weakref import ref
 import torch
 from torch import nn
 
-from trainer_plugins.devices import open_device
+from trainer_plugins.devices.accelerator import open_device
 from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.record.oom_record import Held
 from trainer_plugins.streaming.stream import stream_of

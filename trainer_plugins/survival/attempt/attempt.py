@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from trainer_plugins.devices import AcceleratorDevice, open_device
+from trainer_plugins.devices.accelerator import AcceleratorDevice, open_device
 from trainer_plugins.finding import Finding
 from trainer_plugins.oom import classify
 from trainer_plugins.reading import MemoryReading
