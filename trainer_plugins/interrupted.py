@@ -8,12 +8,8 @@ from contextlib import contextmanager
 @contextmanager
 def interrupt_by_any_signal() -> Iterator[None]:
     """Raise KeyboardInterrupt for SIGTERM and SIGHUP too, so that child processes end as well."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
     signals = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
-    before = {each: signal.signal(each, interrupt) for each in signals}
+    before = {each: signal.signal(each, signal.default_int_handler) for each in signals}
     try:
         yield
     finally:

@@ -143,7 +143,7 @@ class RunCallback(TrainerCallback):
 
     def _keep_first_place(self) -> bool:
         """Blank out repeats of this callback in its Trainer's list; return whether it had any."""
-        callbacks = _callbacks_being_called()
+        callbacks = getattr(_find_caller(CallbackHandler), "callbacks", [])
         numbers = [getattr(one, "_number", None) for one in callbacks]
         places = [place for place, number in enumerate(numbers) if number == self._number]
         for place in places[1:]:
@@ -179,19 +179,22 @@ def callback_of(trainer: HfTrainer, kind: type[Kind]) -> Kind | None:
 
 def calling_trainer() -> HfTrainer | None:
     """Return the Trainer that fired this event: callbacks get only its unwrapped model."""
+    trainer: HfTrainer | None = _find_caller(Trainer)
+    return trainer
+
+
+def _find_caller(kind: type) -> Any:
+    """Return the nearest object of a class, one of whose methods called this; None without one."""
     for frame in frames_above():
-        # Only look at frames of methods, and stop at the Trainer's.
-        if frame.f_code.co_varnames[:1] == ("self",):
-            owner = frame.f_locals["self"]
-            if isinstance(owner, Trainer):
-                trainer: HfTrainer = owner
-                return trainer
+        # Only look at frames of methods: reading the variables of others would keep them alive.
+        if frame.f_code.co_varnames[:1] == ("self",) and isinstance(frame.f_locals["self"], kind):
+            return frame.f_locals["self"]
     return None
 
 
 def move_before_trackers(callback: TrainerCallback) -> bool:
     """During an event, move a callback before the trackers of `report_to`; False without a list."""
-    callbacks = _callbacks_being_called()
+    callbacks = getattr(_find_caller(CallbackHandler), "callbacks", [])
     if not any(one is callback for one in callbacks):
         return False
     place = callbacks.index(callback)
@@ -201,17 +204,6 @@ def move_before_trackers(callback: TrainerCallback) -> bool:
     if first < place:
         callbacks.insert(first, callbacks.pop(place))
     return True
-
-
-def _callbacks_being_called() -> list[TrainerCallback]:
-    for frame in frames_above():
-        # Check the name first: reading the variables of other frames would keep them alive.
-        if frame.f_code.co_name == "call_event":
-            handler = frame.f_locals.get("self")
-            if isinstance(handler, CallbackHandler):
-                found: list[TrainerCallback] = handler.callbacks
-                return found
-    return []
 
 
 def put_around(

@@ -10,7 +10,7 @@ from torch import nn
 from trainer_plugins.callbacks._run import Method, RunCallback, calling_trainer, wrap_once
 from trainer_plugins.hf_trainer import HfArguments, HfTrainer
 from trainer_plugins.oom import classify
-from trainer_plugins.streaming.attach import main_memory_lacks, refusals, report_begin
+from trainer_plugins.streaming.attach import refusals, report_begin
 from trainer_plugins.streaming.stream import Stream, stream_of
 from trainer_plugins.upkeep.agreement import any_rank
 from trainer_plugins.upkeep.stack import frames_above
@@ -88,7 +88,6 @@ class StreamBase(RunCallback):
 
     def _stream(self, trainer: HfTrainer, model: nn.Module, why: str = "") -> Stream | None:
         reasons = refusals(trainer, model, self._resident_layers, self._allow_generation)
-        reasons = reasons or main_memory_lacks(model, trainer.args.device)
         if reasons:
             message = f"the base of this run cannot be streamed: {'; '.join(reasons)}"
             if self._is_strict:

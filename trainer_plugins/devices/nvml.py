@@ -115,11 +115,8 @@ class NvmlDevice:
         except NvmlError as error:
             if error.code != pynvml.NVML_ERROR_NOT_FOUND:
                 raise
-            card = None
-        if card is None:
             return cls(f"MIG-{uuid}", name)
         if card._has_slices():
-            card.close()
             raise NvmlError(
                 f"GPU-{uuid} is divided into MIG slices, and it is unclear which one is meant; open"
                 " the slice by its own UUID, MIG-…, from `nvidia-smi -L`",
@@ -185,13 +182,6 @@ class NvmlDevice:
         return tuple(
             GpuProcess(pid, num_bytes, _process_name(pid)) for pid, num_bytes in used_bytes.items()
         )
-
-    def close(self) -> None:
-        """End this device's use of NVML, which counts its users; the next query reopens it."""
-        if self._opened_in_pid == os.getpid():
-            self._opened_in_pid = None
-            with suppress(pynvml.NVMLError):  # other code has shut it down already
-                pynvml.nvmlShutdown()
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_handle": None, "_opened_in_pid": None}

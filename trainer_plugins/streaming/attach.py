@@ -50,7 +50,6 @@ def stream_base(
         ValueError: the run cannot be streamed; the message gives every reason. Nothing is changed.
     """
     reasons = refusals(trainer, trainer.model, resident_layers, allow_generation)
-    reasons = reasons or main_memory_lacks(trainer.model, trainer.args.device)
     if reasons:
         raise ValueError(f"stream_base cannot stream this run: {'; '.join(reasons)}")
     return Stream(trainer.model, trainer.args.device, resident_layers, with_embeddings)
@@ -60,7 +59,8 @@ def refusals(
     trainer: Trainer, model: nn.Module, resident_layers: int, allow_generation: bool
 ) -> list[str]:
     """List every reason why the base of a run cannot be streamed; empty if it can."""
-    return [*_find_refusals(trainer, allow_generation), *model_refusals(model, resident_layers)]
+    found = [*_find_refusals(trainer, allow_generation), *model_refusals(model, resident_layers)]
+    return found or main_memory_lacks(model, trainer.args.device)
 
 
 def model_refusals(model: nn.Module, resident_layers: int) -> Iterator[str]:

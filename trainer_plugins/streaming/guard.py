@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from trainer_plugins.wrapped import tensors_in
 
@@ -82,8 +83,8 @@ def _answer(
     guarded_ones = (one for one in tensors_in((args, kwargs)) if isinstance(one, Guarded))
     weights = {id(one): keeper.weight_of(one) for one in guarded_ones}
     if _OF_THE_SHAPE.fullmatch(name):
-        there = {key: weight.on_card for key, weight in weights.items()}
-        return func(*_replace(args, there), **_replace(kwargs, there))
+        there = tree_map_only(Guarded, lambda one: weights[id(one)].on_card, (args, kwargs))
+        return func(*there[0], **there[1])
     if keeper.is_computing:
         keeper.bring(weights.values())
         return func(*args, **kwargs)
@@ -96,10 +97,12 @@ def _answer(
         return None
     keeper.bring(weights.values())
     theirs = {key: weight.on_card.detach() for key, weight in weights.items()}
-    result = func(*_replace(args, theirs), **_replace(kwargs, theirs))
+    given = tree_map_only(Guarded, lambda one: theirs[id(one)], (args, kwargs))
+    result = func(*given[0], **given[1])
     if any(result is one for one in theirs.values()):  # from an in-place function
         result = args[0]
-    del theirs
+    theirs.clear()  # nothing of ours may hold the storage any longer
+    del given
     keeper.lend(weights.values(), is_written=_writes(name, kwargs))
     return result
 
@@ -138,14 +141,3 @@ def _writes(name: str, kwargs: Mapping[str, Any]) -> bool:
     is_in_place = name.endswith("_") and not name.endswith("__")
     is_operator = name.startswith("__i") and name not in ("__int__", "__index__", "__invert__")
     return is_in_place or is_operator or name == "__setitem__" or "out" in kwargs
-
-
-def _replace(value: Any, by: Mapping[int, torch.Tensor]) -> Any:
-    if isinstance(value, Guarded):
-        return by[id(value)]
-    if isinstance(value, (tuple, list)):
-        each = [_replace(one, by) for one in value]
-        return type(value)(each) if type(value) in (tuple, list) else value
-    if isinstance(value, dict):
-        return {name: _replace(one, by) for name, one in value.items()}
-    return value

@@ -33,9 +33,9 @@ def frozen_weights(
     """
     layers = find_repeated_layers(model)
     if with_embeddings and layers:
-        getters = "get_input_embeddings", "get_output_embeddings"
-        first, last = (_get_embeddings(model, getter) for getter in getters)
-        layers = [*first, *layers, *last]
+        getters = (f"get_{end}_embeddings" for end in ("input", "output"))
+        first, last = (getattr(model, getter, lambda: None)() for getter in getters)
+        layers = [each for each in (first, *layers, last) if isinstance(each, nn.Module)]
     inside = {id(part): number for number, layer in enumerate(layers) for part in layer.modules()}
     owners: dict[int, set[int]] = {}
     for part in model.modules():
@@ -47,11 +47,6 @@ def frozen_weights(
         if own:
             states = (getattr(weight, "quant_state", None) for weight in own)  # one for 64 numbers
             yield layer, [*own, *(state.absmax for state in states if state is not None)]
-
-
-def _get_embeddings(model: nn.Module, getter: str) -> list[nn.Module]:
-    found = getattr(model, getter, lambda: None)()
-    return [found] if isinstance(found, nn.Module) else []
 
 
 def is_streamable(weight: nn.Parameter) -> bool:

@@ -150,14 +150,12 @@ def _is_of_user(pid: int) -> bool:
 
 def _host() -> Host:
     host = HostDevice()
-    reading, facts = host.read(), host.facts()
+    reading = host.read()
     return Host(
         resident_bytes=reading.allocated_bytes,
         total_bytes=reading.total_bytes,
         free_bytes=reading.free_bytes,
-        num_oom_kills=facts.num_oom_kills,
-        shm_total_bytes=facts.shm_total_bytes,
-        shm_free_bytes=facts.shm_free_bytes,
+        **host.facts()._asdict(),
         worker_bytes=try_read(host.worker_bytes, ()),
     )
 

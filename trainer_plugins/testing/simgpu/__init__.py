@@ -39,6 +39,8 @@ import shutil
 import sys
 import tempfile
 import uuid
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -153,16 +155,16 @@ def _register(library: ctypes.CDLL) -> None:
     backend_registration.generate_methods_for_privateuse1_backend()
     os.environ["ACCELERATE_TORCH_DEVICE"] = "simgpu:0"
     teach_libraries()
-    atexit.register(_finish_backward, os.getpid())
+    # Autograd's device thread may still drop the graph of a pass, which needs the interpreter's
+    # lock: taken during finalisation, the lock ends the thread in a C++ destructor (exit code 134),
+    # as on CUDA. A forked child has no such thread.
+    _call_at_exit(library.simgpu_finish_backward)
 
 
-def _finish_backward(owner_pid: int) -> None:
-    """Wait for autograd's device thread before the interpreter ends."""
-    # It may still drop the graph of a pass, which needs the interpreter's lock: taken during
-    # finalisation, the lock ends the thread in a C++ destructor (exit code 134), as on CUDA. A
-    # forked child has no such thread.
-    if os.getpid() == owner_pid:
-        _require_enabled().library.simgpu_finish_backward()
+def _call_at_exit(function: Callable[[], object]) -> None:
+    """Call a function when this process ends, and not when a forked child does."""
+    owner_pid = os.getpid()
+    atexit.register(lambda: function() if os.getpid() == owner_pid else None)
 
 
 def _default_card(capacity_bytes: int | None) -> SimCard:
@@ -174,14 +176,9 @@ def _default_card(capacity_bytes: int | None) -> SimCard:
     if path:
         return SimCard.create(path, capacity_bytes)
     directory = tempfile.mkdtemp(prefix="simgpu-")
-    atexit.register(_remove, directory, os.getpid())
+    _call_at_exit(partial(shutil.rmtree, directory, ignore_errors=True))
     own = uuid.uuid5(uuid.NAMESPACE_OID, f"simgpu {os.getpid()}")
     return SimCard.create(Path(directory) / "card", capacity_bytes, f"GPU-{own}")
-
-
-def _remove(directory: str, owner_pid: int) -> None:
-    if os.getpid() == owner_pid:  # not in a forked child
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _check(library: ctypes.CDLL, code: int) -> None:

@@ -3,7 +3,6 @@
 import contextlib
 import types
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
@@ -16,18 +15,6 @@ _FROM_ACCELERATOR = (
     "empty_cache", "memory_stats", "memory_allocated", "max_memory_allocated", "memory_reserved",
     "max_memory_reserved", "reset_accumulated_memory_stats", "reset_peak_memory_stats",
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class DeviceProperties:
-    """Holds a simulated card's subset of `torch.cuda.get_device_properties`."""
-
-    name: str
-    total_memory: int
-    uuid: str
-    major: int = 9
-    minor: int = 0
-    multi_processor_count: int = 1
 
 
 _NO_LIMIT = 2**64 - 1
@@ -76,10 +63,16 @@ def _device(num_indices: int) -> Functions:
 
 
 def _properties(current_card: Callable[[], SimCard]) -> Functions:
-    def get_device_properties(device: Device = None) -> DeviceProperties:
+    def get_device_properties(device: Device = None) -> types.SimpleNamespace:
         card = current_card()
-        # str() of CUDA's uuid is the bare text, without the driver's prefix.
-        return DeviceProperties("simgpu", card.capacity_bytes, card.uuid.removeprefix("GPU-"))
+        return types.SimpleNamespace(
+            name="simgpu",
+            total_memory=card.capacity_bytes,
+            uuid=card.uuid.removeprefix("GPU-"),  # as CUDA's, which has no driver's prefix in str()
+            major=9,
+            minor=0,
+            multi_processor_count=1,
+        )
 
     def mem_get_info(device: Device = None) -> tuple[int, int]:
         card = current_card()
