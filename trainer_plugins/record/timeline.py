@@ -246,7 +246,6 @@ class Timeline:
         self._entries: deque[Entry] = deque(maxlen=capacity)
         self._unwritten: deque[bytes] = deque(maxlen=capacity)
         self._num_taken = 0  # bytes written of the first unwritten line: a full disk may split one
-        self._home = (0, 0)  # device and inode number of the open file
         self._thin_from_bytes = MAX_FILE_BYTES
         self._logged: set[str] = set()
         self._may_be_cut_off = True  # by an earlier process
@@ -322,7 +321,8 @@ class Timeline:
             found = os.stat(path)
         except FileNotFoundError:
             found = None
-        if self._file is not None and (found is None or (found.st_dev, found.st_ino) != self._home):
+        home = None if self._file is None else os.fstat(self._file.fileno())
+        if home is not None and (found is None or not os.path.samestat(found, home)):
             self.close()
             if found is None:
                 self._warn_once(
@@ -336,14 +336,12 @@ class Timeline:
         if self._file is None:
             path.parent.mkdir(parents=True, exist_ok=True)
             file = open_regular(path, "a+")
-            opened = os.fstat(file.fileno())
-            if opened.st_size:
+            if os.fstat(file.fileno()).st_size:
                 file.seek(-1, os.SEEK_END)
                 # Half a line, from a killed run or a full disk.
                 if file.read(1) != b"\n":
                     file.write(b"\n")
             self._file = file  # closes itself when deleted, even when Python ends
-            self._home = (opened.st_dev, opened.st_ino)
         return self._file
 
     def _thin(self, path: Path, num_bytes: int) -> None:

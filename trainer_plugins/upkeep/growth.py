@@ -18,7 +18,7 @@ from transformers import Trainer
 from trainer_plugins.finding import Finding
 from trainer_plugins.launch.gather_run_facts import try_read
 from trainer_plugins.upkeep.frames import batch_of, drop_variables
-from trainer_plugins.upkeep.holders import find_owned, list_tracked, storage_of, users_holder
+from trainer_plugins.upkeep.holders import find_unowned, list_tracked, users_holder
 from trainer_plugins.upkeep.stack import frames_above
 from trainer_plugins.watch.leak import LOOKS_TO_NAME
 
@@ -105,9 +105,8 @@ class GrowthTeller:
         gc.collect()
         tensors = list_tracked(torch.Tensor)
         for device_type in {self._device_type, "cpu"}:
-            self._before[device_type] = Counter(
-                map(_kind, self._find_unowned(tensors, device_type))
-            )
+            found = find_unowned(tensors, device_type, self._model(), self._optimizer())
+            self._before[device_type] = Counter(map(_kind, found))
         self._old = {id(each): weakref.ref(each) for each in tensors}
         self._lengths = {id(each): len(each) for each in _containers()}
         self._batches.clear()
@@ -125,18 +124,11 @@ class GrowthTeller:
             return named
         return self._container(float(finding.data["bytes_a_step"]) * LOOKS_TO_NAME)
 
-    def _find_unowned(self, tensors: list[torch.Tensor], device_type: str) -> list[torch.Tensor]:
-        owned = find_owned(device_type, self._model(), self._optimizer())
-        found = []
-        for tensor in tensors:
-            place = storage_of(tensor, device_type)
-            if place is not None and place[0] not in owned:
-                found.append(tensor)
-        return found
-
     def _tensors(self, device_type: str) -> _Named:
         gc.collect()
-        found = self._find_unowned(list_tracked(torch.Tensor), device_type)
+        tensors = list_tracked(torch.Tensor)
+        found = find_unowned(tensors, device_type, self._model(), self._optimizer())
+        del tensors  # or it would count as a holder
         alive = Counter(map(_kind, found))
         kind_bytes = Counter[_Kind]()
         for each in found:
@@ -148,7 +140,7 @@ class GrowthTeller:
             for each in found
             if not self._is_old(each) and (_has_graph(each) or grown[_kind(each)] >= LOOKS_TO_NAME)
         ]
-        found.clear()  # or it would count as a holder
+        found.clear()  # so would this
         new = _select_held_in_python(new)
         new.sort(key=lambda each: (grown[_kind(each)] < LOOKS_TO_NAME, -each.nbytes))
         tried_kinds: Counter[_Kind] = Counter()

@@ -146,14 +146,17 @@ def graphs_held(device_type: str, oldest: bool = False) -> list[Held]:
     ]
 
 
-def find_owned(device_type: str, model: nn.Module | None, optimizer: object) -> set[int]:
-    """Return the addresses of a model's and an optimizer's parameters, buffers and states."""
+def find_unowned(
+    tensors: list[torch.Tensor], device_type: str, model: nn.Module | None, optimizer: object
+) -> list[torch.Tensor]:
+    """Return those on a device that are no parameter, buffer or state of a model and optimizer."""
     ledger = _Ledger(device_type)
     if model is not None:
         ledger.add_model(model)
     # accelerate's optimizer wrapper exposes the states of the one inside.
     ledger.add_optimizer(getattr(optimizer, "state", {}))
-    return ledger.counted
+    places = ((each, storage_of(each, device_type)) for each in tensors)
+    return [each for each, place in places if place is not None and place[0] not in ledger.counted]
 
 
 def users_holder(thing: object, ours: object) -> str:

@@ -108,12 +108,3 @@ def marks_of(entries: Iterable[Entry], noted: Iterable[Noted], during: Duration)
             for rank, remark in each.moments
         }
         yield from marks.values()
-
-
-def failures_in_words(entries: Iterable[Entry]) -> list[str]:
-    """Describe the errors that ended a rank."""
-    return [
-        f"{'out of memory' if entry.record else 'failed'} after step {entry.step}"
-        for entry in entries
-        if isinstance(entry, Failure)
-    ]

@@ -19,7 +19,7 @@ from trainer_plugins.record.oom_record import OomRecord
 from trainer_plugins.record.run_facts import read_run_facts
 from trainer_plugins.record.timeline import Remark
 from trainer_plugins.report.html.chart import Chart
-from trainer_plugins.report.html.events import Duration, Noted, collect_notes, failures_in_words
+from trainer_plugins.report.html.events import Duration, Noted, collect_notes
 from trainer_plugins.report.html.memory_chart import (
     fullest,
     memory_chart,
@@ -93,7 +93,7 @@ def run_page(
         answer=answer,
         grades=GRADES,
         memory=memory,
-        failures=failures_in_words(entries),
+        failures=[failure for each, failure in failures if each == rank],
         pace=pace,
         ranks=ranks,
         odd_one=odd_one(run.timelines),
