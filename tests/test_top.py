@@ -9,6 +9,7 @@ import struct
 import sys
 import termios
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from fcntl import ioctl
 from io import StringIO
@@ -24,7 +25,7 @@ from tests.test_report import HOSTILE, obeyed
 from trainer_plugins.cli import app
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.reading import MemoryReading
-from trainer_plugins.record.history import Follower
+from trainer_plugins.record.history import Run, follow
 from trainer_plugins.record.timeline import (
     Beginning,
     Failure,
@@ -73,14 +74,14 @@ def top(folder: Path, *options: str) -> str:
     return done.stdout
 
 
-def looked(follower: Follower) -> list[RankLine]:
-    run = follower.look()
+def looked(follower: Iterator[Run | None]) -> list[RankLine]:
+    run = next(follower)
     assert run is not None
     return rank_lines(run)
 
 
-def num_trained(follower: Follower) -> int:
-    run = follower.look()
+def num_trained(follower: Iterator[Run | None]) -> int:
+    run = next(follower)
     assert run is not None
     samples = [each for each in run.timelines[0] if isinstance(each, Sample)]
     return sum(each.num_readings for each in samples if each.moment == "train")
@@ -97,8 +98,8 @@ def drawn(lines: list[RankLine], *, width: int, encoding: str = "utf-8") -> list
 
 
 def test_a_run_is_followed_from_before_its_first_line(tmp_path: Path) -> None:
-    follower = Follower(tmp_path / "run")
-    assert follower.look() is None
+    follower = follow(tmp_path / "run")
+    assert next(follower) is None
 
     zero = begun(tmp_path / "run", 0)
     zero.add(sample(1))
@@ -122,19 +123,19 @@ def test_only_what_is_new_is_read(tmp_path: Path) -> None:
     timeline = begun(tmp_path)
     for step in range(1, 6):
         timeline.add(sample(step))
-    follower = Follower(tmp_path)
-    follower.look()
+    follower = follow(tmp_path)
+    next(follower)
     with file_of(tmp_path, 0).open("r+b") as file:  # what was read is gone, unnoticed
         file.write(b" " * len(to_line(sample(0, "begin"))))
 
     timeline.add(sample(6))
     assert num_trained(follower) == 6
-    assert num_trained(Follower(tmp_path)) == 6
+    assert num_trained(follow(tmp_path)) == 6
 
 
 def test_half_a_line_waits_for_its_other_half(tmp_path: Path) -> None:
     begun(tmp_path).close()
-    follower = Follower(tmp_path)
+    follower = follow(tmp_path)
     line = to_line(sample(7)).encode() + b"\n"
     with file_of(tmp_path, 0).open("ab", buffering=0) as file:
         for piece, step in ((line[:40], 0), (line[40:-1], 0), (line[-1:], 7)):
@@ -150,7 +151,7 @@ def test_a_timeline_that_is_thinned_emptied_or_made_anew_is_read_anew(tmp_path: 
     timeline = begun(tmp_path)
     for step in range(1, 401):
         timeline.add(sample(step))
-    follower = Follower(tmp_path)
+    follower = follow(tmp_path)
     assert num_trained(follower) == 400
 
     path = file_of(tmp_path, 0)
@@ -160,12 +161,12 @@ def test_a_timeline_that_is_thinned_emptied_or_made_anew_is_read_anew(tmp_path: 
     assert num_trained(follower) == 401
 
     path.unlink()
-    assert follower.look() is None
+    assert next(follower) is None
     path.write_text(to_line(sample(3, "eval")) + "\n")
     assert looked(follower)[0].step == 3
 
     os.truncate(path, 0)
-    assert follower.look() is None
+    assert next(follower) is None
     path.write_text(to_line(sample(4, "eval")) + "\n")  # as long as the line before
     assert looked(follower)[0].step == 4
 
@@ -175,7 +176,7 @@ def test_of_several_runs_in_a_folder_the_last_one_is_shown(tmp_path: Path) -> No
         timeline = begun(tmp_path, rank)
         timeline.add(sample(50))
         timeline.add(Remark(step=50, finding=FINDING, time_seconds=1050))
-    follower = Follower(tmp_path)
+    follower = follow(tmp_path)
     assert [line.rank for line in looked(follower)] == [0, 1]
 
     again = Timeline(file_of(tmp_path, 0))
@@ -188,7 +189,7 @@ def test_of_several_runs_in_a_folder_the_last_one_is_shown(tmp_path: Path) -> No
 def test_the_steps_left_are_those_that_the_watch_tells(tmp_path: Path) -> None:
     device, timeline = SaidDevice(), Timeline(file_of(tmp_path, 0))
     watch = MemoryWatch(device, timeline)
-    follower = Follower(tmp_path)
+    follower = follow(tmp_path)
     for step in range(1, WARM_UP_LOOKS + WINDOW + 1):
         device.non_torch_bytes += 50 * MIB
         watch.look(step, "train")
@@ -213,7 +214,7 @@ def test_the_steps_left_are_those_that_the_watch_tells(tmp_path: Path) -> None:
 def test_the_trend_of_a_long_run_is_short_and_keeps_its_peak(tmp_path: Path) -> None:
     timeline = begun(tmp_path)
     highest = replace(READING, peak_allocated_bytes=60 * GIB)
-    follower = Follower(tmp_path)
+    follower = follow(tmp_path)
     for step in range(1, 2001):
         timeline.add(sample(step, reading=highest if step == 777 else READING))
         if step % 500 == 0:
@@ -250,7 +251,7 @@ def test_a_rank_that_failed_is_said_first_and_what_to_type(tmp_path: Path) -> No
 
 def test_the_bar_divides_the_card_and_fits_the_terminal(tmp_path: Path) -> None:
     begun(tmp_path).add(sample(12))
-    lines = looked(Follower(tmp_path))
+    lines = looked(follow(tmp_path))
 
     assert drawn(lines, width=140)[-1].split() == [
         "0", "cuda:0", "train", "12", "████████▒▒▒▒░░░·····",
@@ -266,7 +267,7 @@ def test_foreign_text_is_shown_and_not_obeyed(tmp_path: Path) -> None:
     timeline = begun(tmp_path)
     timeline.add(sample(1, HOSTILE, replace(READING, device=HOSTILE)))
     timeline.add(Remark(step=1, finding=replace(FINDING, code=HOSTILE)))
-    assert obeyed("".join(drawn(looked(Follower(tmp_path)), width=140))) == []
+    assert obeyed("".join(drawn(looked(follow(tmp_path)), width=140))) == []
     assert obeyed(top(tmp_path)) == []
     timeline.add(Failure(step=1, words=HOSTILE))
     assert obeyed(top(tmp_path)) == []

@@ -14,7 +14,7 @@ from trainer_plugins.cli.as_json import print_json
 from trainer_plugins.cli.typed_options import refuse_bad_input, take_as_json, take_run_dir
 from trainer_plugins.plug_in.flags import Command
 from trainer_plugins.printable import printable
-from trainer_plugins.record.history import Follower, Run
+from trainer_plugins.record.history import Run, follow
 from trainer_plugins.report.page import show
 from trainer_plugins.report.summary import add_records, records_of
 from trainer_plugins.report.top_page import TopPage, rank_lines
@@ -44,41 +44,40 @@ def top(run_dir: Path, once: bool, as_json: bool, every: float) -> None:
         if run_dir.exists() and not run_dir.is_dir():
             raise ValueError(f"{run_dir}: not a folder")
         if once:
-            _show_once(Follower(run_dir), as_json=as_json)
+            _show_once(run_dir, as_json=as_json)
         else:
-            _show_live(Follower(run_dir), every)
+            _show_live(run_dir, every)
 
 
-def _show_once(follower: Follower, *, as_json: bool) -> None:
-    run = follower.look()
+def _show_once(run_dir: Path, *, as_json: bool) -> None:
+    run = next(follow(run_dir))
     if run is None:
         wanted = "name the output_dir of a run that has MemoryWatchdog, after it has started"
-        raise ValueError(f"{_nothing_yet(follower)}: {wanted}")
-    page = _page(follower, run)
+        raise ValueError(f"{_nothing_yet(run_dir)}: {wanted}")
+    page = _page(run_dir, run)
     if as_json:
         print_json("top", page)
     else:
         show(page)
 
 
-def _show_live(follower: Follower, every_seconds: float) -> None:
+def _show_live(run_dir: Path, every_seconds: float) -> None:
     console = Console(markup=False, emoji=False, highlight=False)
     with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
-        while True:
-            run = follower.look()
-            waits = Text(printable(f"{_nothing_yet(follower)}: waiting for the run to start"))
-            live.update(_page(follower, run) if run else waits, refresh=True)
+        for run in follow(run_dir):
+            waits = Text(printable(f"{_nothing_yet(run_dir)}: waiting for the run to start"))
+            live.update(_page(run_dir, run) if run else waits, refresh=True)
             sleep(every_seconds)
 
 
-def _nothing_yet(follower: Follower) -> str:
-    return f"{follower.run_dir} has no entries in memory/rank-*.jsonl"
+def _nothing_yet(run_dir: Path) -> str:
+    return f"{run_dir} has no entries in memory/rank-*.jsonl"
 
 
-def _page(follower: Follower, run: Run) -> TopPage:
-    run = add_records(run, records_of(run, follower.run_dir))
+def _page(run_dir: Path, run: Run) -> TopPage:
+    run = add_records(run, records_of(run, run_dir))
     return TopPage(
-        run_dir=str(follower.run_dir),
+        run_dir=str(run_dir),
         ranks=rank_lines(run),
         world_size=run.world_size or None,
         now_seconds=time(),

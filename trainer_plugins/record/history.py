@@ -220,51 +220,38 @@ def _join_by_time(found: Iterable[tuple[int, list[Entry]]]) -> list[Run]:
     return [Run(dict(sorted(each.items()))) for each in joined]
 
 
-class _RankFile:
-    """Reads new entries from the timeline of one rank.
+def _follow(path: Path) -> Iterator[RankRuns]:
+    """Yield the runs of one rank, each time with the new lines; an incomplete one waits.
 
     If its last line is not where it was, the file was thinned or recreated, and is read again from
     the start; inode numbers would not show that.
     """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.runs = RankRuns()
-        self._offset = 0
-        self._last_line = b""
-
-    def read_on(self) -> None:
-        """Read the new lines; an incomplete one waits for the rest."""
-        with BufferedReader(open_regular(self.path, "r")) as file:
-            file.seek(self._offset - len(self._last_line))
-            if file.read(len(self._last_line)) != self._last_line:
+    runs, offset, last_line = RankRuns(), 0, b""
+    while True:
+        # It may be removed after it was listed.
+        with suppress(FileNotFoundError), BufferedReader(open_regular(path, "r")) as file:
+            file.seek(offset - len(last_line))
+            if file.read(len(last_line)) != last_line:
                 file.seek(0)
-                self._offset, self._last_line = 0, b""
-                self.runs = RankRuns()
+                runs, offset, last_line = RankRuns(), 0, b""
             while line := file.readline(LONGEST_LINE_BYTES):
                 if not line.endswith(b"\n") and len(line) < LONGEST_LINE_BYTES:
                     break
-                self._offset += len(line)
-                self._last_line = line
+                offset += len(line)
+                last_line = line
                 if read := from_line(line):
-                    self.runs.add(*read)
+                    runs.add(*read)
+        yield runs
 
 
-class Follower:
-    """Follows the timelines of a folder, which may appear later or be replaced."""
+def follow(run_dir: Path) -> Iterator[Run | None]:
+    """Yield the last run of a folder, each time with its new entries; None before it has begun.
 
-    def __init__(self, run_dir: Path) -> None:
-        self.run_dir = run_dir
-        self._files: dict[int, _RankFile] = {}
-
-    def look(self) -> Run | None:
-        """Read new entries, and return the last run; None before it has begun."""
-        self._files = {
-            rank: self._files.get(rank) or _RankFile(path)
-            for rank, path in rank_files(self.run_dir).items()
-        }
-        for file in self._files.values():
-            with suppress(FileNotFoundError):  # removed after it was listed
-                file.read_on()
-        found = [(rank, run) for rank, file in self._files.items() for run in file.runs.all]
-        return _join_by_time(found)[-1] if found else None
+    The timelines may appear later or be replaced.
+    """
+    files: dict[int, Iterator[RankRuns]] = {}
+    while True:
+        paths = rank_files(run_dir)
+        files = {rank: files.get(rank) or _follow(path) for rank, path in paths.items()}
+        found = [(rank, run) for rank, file in files.items() for run in next(file).all]
+        yield _join_by_time(found)[-1] if found else None
