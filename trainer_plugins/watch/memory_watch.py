@@ -4,7 +4,8 @@ import os
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
-from time import monotonic, time
+from operator import attrgetter
+from time import monotonic
 
 import psutil
 
@@ -89,11 +90,9 @@ class MemoryWatch:
 
     def look(self, step: int, moment: str, num_tokens_seen: int = 0) -> list[Finding]:
         """Take a reading, start a new peak, and return the new findings; takes about 50 us."""
-        generated = self.generations.sample(step)
+        generated, reading = self.generations.take(step)
         if generated is not None:
             self.timeline.add(generated)
-        reading = self.generations.add_earlier_peak(self.device.read())
-        self.device.reset_peak()
         self._excuse_survival(reading)
         self.timeline.add(
             Sample(step=step, moment=moment, reading=reading, num_tokens_seen=num_tokens_seen)
@@ -271,9 +270,7 @@ class GenerationPeaks:
         self._device = device
         self._depth = 0
         self._around_bytes = 0  # highest peak before a generation, since the last look
-        self._fullest: MemoryReading | None = None
-        self._num = 0
-        self._ended_seconds = 0.0
+        self._fullest: Sample | None = None
 
     def begin(self) -> None:
         """Begin a generation. A nested one belongs to the outer one."""
@@ -286,29 +283,19 @@ class GenerationPeaks:
         self._depth -= 1
         if self._depth:
             return
+        reading, num = self._read(), 1
+        if self._fullest is not None:
+            reading = max(reading, self._fullest.reading, key=attrgetter("pressure"))
+            num += self._fullest.num_readings
+        self._fullest = Sample(step=0, moment="generate", reading=reading, num_readings=num)
+
+    def take(self, step: int) -> tuple[Sample | None, MemoryReading]:
+        """Return the fullest generation, and a reading with the peaks since the last look."""
+        generated = None if self._fullest is None else replace(self._fullest, step=step)
         reading = self._read()
-        if self._fullest is None or reading.pressure >= self._fullest.pressure:
-            self._fullest = reading
-        self._num += 1
-        self._ended_seconds = time()
-
-    def sample(self, step: int) -> Sample | None:
-        reading, num = self._fullest, self._num
-        self._fullest, self._num = None, 0
-        if reading is None:
-            return None
-        return Sample(
-            step=step,
-            moment="generate",
-            reading=reading,
-            time_seconds=self._ended_seconds,
-            num_readings=num,
-        )
-
-    def add_earlier_peak(self, reading: MemoryReading) -> MemoryReading:
         peak_bytes = max(self._around_bytes, reading.peak_allocated_bytes)
-        self._around_bytes = 0
-        return replace(reading, peak_allocated_bytes=peak_bytes)
+        self._fullest, self._around_bytes = None, 0
+        return generated, replace(reading, peak_allocated_bytes=peak_bytes)
 
     def _read(self) -> MemoryReading:
         reading = self._device.read()
