@@ -27,8 +27,6 @@ Kind = TypeVar("Kind", bound=TrainerCallback)
 Event = Mapping[str, object]  # the Trainer's keyword arguments to an event: the model, ...
 Method = Callable[..., Any]  # a method of a Trainer, which is its first argument
 
-_logged: set[str] = set()  # messages that any callback logs once per process
-
 
 class NoModelError(TypeError):
     """The Trainer passes something other than a model to its events, as setfit's does."""
@@ -121,9 +119,7 @@ class RunCallback(TrainerCallback):
         try:
             yield
         except NoModelError as error:
-            if str(error) not in _logged:
-                _logged.add(str(error))
-                logger.warning("%s", error)
+            logger.warning_once(str(error))  # type: ignore[attr-defined] # transformers adds it
         except Exception:
             if not self._has_failed:
                 self._has_failed = True

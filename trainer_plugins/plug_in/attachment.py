@@ -109,7 +109,6 @@ _TRAINER_MODULE = "transformers.trainer"
 class _State:
     make: "Callable[[], list[TrainerCallback]] | None" = None
     waits_for_import = False
-    says_at_exit = False
     has_failed = False
     num_built = 0
     wrapper: "Callable[..., None] | None" = None  # ours, around `Trainer.__init__`
@@ -184,11 +183,9 @@ def attached_callbacks(make: "Callable[[], list[TrainerCallback]]") -> Iterator[
             _attach(before)
 
 
+@functools.cache
 def say_at_exit() -> None:
-    """Report on stderr when this process ends, if it built no Trainer."""
-    if _state.says_at_exit:
-        return
-    _state.says_at_exit = True
+    """Report on stderr, once, when this process ends, if it built no Trainer."""
     pid = os.getpid()
 
     def say() -> None:
