@@ -22,24 +22,20 @@ with suppress(OSError, ValueError):
         NAME, OPTIONS, CAN_OFFLOAD = _NAMES[0], _OPTIONS[0], True
 
 
-def spell(text: str) -> str:
+def spell(text: str, *, for_any: bool = False) -> str:
     """Spell flags, arguments and methods as in the installed transformers.
+
+    With `for_any` as in every transformers before 6, for a run whose version is not known.
 
     >>> spell("--activation_checkpointing_kwargs {}") == f"--{OPTIONS} {{}}"
     True
     >>> spell("use_gradient_checkpointing fsdp_activation_checkpointing")  # of PEFT, accelerate
     'use_gradient_checkpointing fsdp_activation_checkpointing'
-    """
-    return _ANY.sub(lambda found: OPTIONS if found[1] else NAME, text)
-
-
-def spell_for_any(text: str) -> str:
-    """Spell them as every transformers before 6 does, for a run whose version is not known.
-
-    >>> spell_for_any("--activation_checkpointing True")
+    >>> spell("--activation_checkpointing True", for_any=True)
     '--gradient_checkpointing True'
     """
-    return _ANY.sub(lambda found: _OPTIONS[1] if found[1] else _NAMES[1], text)
+    name, with_options = (_NAMES[1], _OPTIONS[1]) if for_any else (NAME, OPTIONS)
+    return _ANY.sub(lambda found: with_options if found[1] else name, text)
 
 
 def is_asked(arguments: object) -> bool:

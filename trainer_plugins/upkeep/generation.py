@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from trainer_plugins.checkpointing import is_checkpointing
 from trainer_plugins.upkeep.stack import is_running
 from trainer_plugins.wrapped import base_model
 
@@ -33,7 +34,8 @@ _guards: WeakKeyDictionary[nn.Module, list[tuple[GenerateGuard, bool]]] = WeakKe
 def inference_mode_of(model: nn.Module) -> Iterator[None]:
     """Put the model in eval mode without gradient checkpointing, then restore every module."""
     modes = [(module, module.training) for module in model.modules()]
-    checkpointed = list(_find_checkpointed(model))
+    modules: list[Any] = [*model.modules()]
+    checkpointed = [m for m in modules if getattr(m, "gradient_checkpointing", None) is True]
     was_training = model.training
     try:
         # Use the model's own methods first: some adapters override them to merge their weights.
@@ -145,10 +147,6 @@ def inside_training() -> bool:
     return is_running(Trainer.train)
 
 
-def _find_checkpointed(model: nn.Module) -> Iterator[Any]:
-    return (m for m in model.modules() if getattr(m, "gradient_checkpointing", None) is True)
-
-
 def _drop_cache(
     module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> tuple[tuple[object, ...], dict[str, object]] | None:
@@ -156,8 +154,7 @@ def _drop_cache(
         return None  # compiled code cannot inspect the stack, and is not worth a graph break
     if not inside_training():
         return None
-    is_checkpointed = next(_find_checkpointed(module), None) is not None
-    return (args, {**kwargs, "use_cache": False}) if is_checkpointed else None
+    return (args, {**kwargs, "use_cache": False}) if is_checkpointing(module) else None
 
 
 def _generate(self: Any, *args: object, **kwargs: object) -> object:

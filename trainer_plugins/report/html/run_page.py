@@ -181,8 +181,7 @@ def _rank_in_full(run: Run, record: OomRecord | None) -> int:
 
 def _lede(record: OomRecord | None) -> str:
     """Give the figures of the failed allocation; empty if they are unknown."""
-    error = record.error if record is not None else None
-    if record is None or error is None or error.requested_bytes is None:
+    if record is None or (error := record.error).requested_bytes is None:
         return ""
     free = f" with {size(error.free_bytes)} free" if error.free_bytes is not None else ""
     total = f" of {size(error.total_bytes)}" if error.total_bytes else ""

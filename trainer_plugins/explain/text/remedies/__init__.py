@@ -8,7 +8,7 @@ from itertools import islice
 from trainer_plugins import advice
 from trainer_plugins.advice import Advice, Door
 from trainer_plugins.advice.for_causes import ONE_ROW, ONLY_RUN, UNKNOWN, order_remedies
-from trainer_plugins.checkpointing import spell_for_any
+from trainer_plugins.checkpointing import spell
 from trainer_plugins.explain.answer import Cause, Remedy
 from trainer_plugins.explain.shared import remedies_for, remedy
 from trainer_plugins.explain.text.causes import off_card
@@ -82,7 +82,7 @@ def remedies_of(causes: Iterable[Cause], facts: TextFacts) -> tuple[Remedy, ...]
         offered = _offer(cause.code, facts)
         for one in offered if number == 0 else islice(offered, 1):
             found.setdefault(one.do, one)
-    return tuple(replace(one, do=spell_for_any(one.do)) for one in found.values())
+    return tuple(replace(one, do=spell(one.do, for_any=True)) for one in found.values())
 
 
 def _offer(code: str, facts: TextFacts) -> Iterator[Remedy]:
