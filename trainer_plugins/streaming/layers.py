@@ -33,7 +33,7 @@ def frozen_weights(
     """
     layers = find_repeated_layers(model)
     if with_embeddings and layers:
-        getters = (f"get_{end}_embeddings" for end in ("input", "output"))
+        getters = "get_input_embeddings", "get_output_embeddings"
         first, last = (getattr(model, getter, lambda: None)() for getter in getters)
         layers = [each for each in (first, *layers, last) if isinstance(each, nn.Module)]
     inside = {id(part): number for number, layer in enumerate(layers) for part in layer.modules()}

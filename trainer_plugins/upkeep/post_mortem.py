@@ -150,12 +150,14 @@ def _is_of_user(pid: int) -> bool:
 
 def _host() -> Host:
     host = HostDevice()
-    reading = host.read()
+    reading, facts = host.read(), host.facts()
     return Host(
         resident_bytes=reading.allocated_bytes,
         total_bytes=reading.total_bytes,
         free_bytes=reading.free_bytes,
-        **host.facts()._asdict(),
+        num_oom_kills=facts.num_oom_kills,
+        shm_total_bytes=facts.shm_total_bytes,
+        shm_free_bytes=facts.shm_free_bytes,
         worker_bytes=try_read(host.worker_bytes, ()),
     )
 
