@@ -47,9 +47,6 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
     """Yield a tensor, or those in lists, tuples and mappings, however nested."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from tensors_in(each)
-    elif isinstance(value, Mapping):
-        for each in value.values():
+    elif isinstance(value, (tuple, list, Mapping)):
+        for each in value.values() if isinstance(value, Mapping) else value:
             yield from tensors_in(each)

@@ -41,7 +41,7 @@ for kind in sys.argv[2].split(","):
     args = TrainingArguments(str(run), **settings)
     trainer = Trainer(tiny_llama(), args, train_dataset=token_rows(), callbacks=[watchdog])
     trainer.train()
-    print(kind, trainer.state.global_step, len(watchdog._timeline), *os.listdir(run / "node"), sep=";", flush=True)
+    print(kind, trainer.state.global_step, watchdog._timeline.num_added, *os.listdir(run / "node"), sep=";", flush=True)
 """
 
 

@@ -240,7 +240,7 @@ def test_the_final_evaluation_is_cleaned_up_and_its_generations_are_seen(
         guards = EvalGenerateCleanup(timeline=timeline), MemoryWatchdog(timeline=timeline)
         trainer = make_trainer(*guards, trainer_class=trainer_class, max_steps=2)
         trainer.train()
-        before = len(timeline)
+        before = timeline.num_added
         trainer.evaluate()
 
         moments = [each.moment for each in list(timeline)[before:] if isinstance(each, Sample)]

@@ -278,9 +278,6 @@ class Timeline:
     def __iter__(self) -> Iterator[Entry]:
         return iter(self._entries)
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
     def __getstate__(self) -> dict[str, object]:
         """Return the state without the open file: each copy opens its own."""
         return {
