@@ -5,17 +5,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
 
 from trainer_plugins.survival.attempt.holders import Roots
 from trainer_plugins.survival.attempt.state import State
 from trainer_plugins.survival.certificate import samples
-from trainer_plugins.survival.certificate.comparison import (
-    Comparison,
-    Loss,
-    NotAdditiveError,
-    Passes,
-)
+from trainer_plugins.survival.certificate.comparison import Comparison, Loss, NotAdditiveError
 from trainer_plugins.survival.certificate.held import Drawers, HeldAt
 from trainer_plugins.survival.certificate.neighbours import Neighbours
 from trainer_plugins.survival.certificate.samples import SHORT, Measurement
@@ -121,13 +115,12 @@ class Certificate:
         """Measure which weights make pieces add up. Raises IndivisibleError if none does."""
         # A rank without two examples joins the passes of the others.
         kind, lent = batch_kind(layout, inputs), samples.idle(layout, inputs)
-        weights = self._family.weights
-        if not torch.is_tensor(inputs.get("labels")):
-            weights = tuple(w for w in weights if w in WITHOUT_LABELS) or weights
         try:
-            with self._passes(loss, put_back, scale) as passes:
-                comparison = Comparison(self._ranks, weights, passes, lent)
-                if self._family.is_vouched and torch.is_tensor(inputs.get("labels")):
+            with self._compare(lent, loss, scale, put_back) as comparison:
+                weights = comparison.weights
+                if not torch.is_tensor(inputs.get("labels")):
+                    comparison.weights = tuple(w for w in weights if w in WITHOUT_LABELS) or weights
+                elif self._family.is_vouched:
                     comparison.look(self._class_weights, layout.take(inputs, 0, 1))
                 fitted = self._weights.get(layout.unit, comparison.weights)
                 comparison.weights = tuple(w for w in comparison.weights if w in fitted)
@@ -177,12 +170,12 @@ class Certificate:
         Not where ranks compute each pass together (FSDP, ZeRO-3): if the user's code raised at one
         of the draws on one rank, the others would wait.
         """
-        if self._ranks.measures_together or not self._ranks.on_any(self._has_own_code):
+        if self._ranks.measures_together or not self._has_own_code:
             return
-        coupling, state = self._family.coupling, self.full_state()
+        coupling, ranks, state = self._family.coupling, self._ranks, self.full_state()
         sees_all = coupling is not None and coupling.sees_all
         neighbours = Neighbours(
-            self._ranks, sees_all, lambda some: loss(some, None), state, put_back
+            ranks.bare, ranks.device, sees_all, lambda some: loss(some, None), state, put_back
         )
         try:
             why = neighbours.explain_mixed(layout, inputs, is_thorough=is_thorough)
@@ -202,21 +195,22 @@ class Certificate:
             self._refused[kind] = why
 
     @contextmanager
-    def _passes(self, loss: Loss, put_back: Callable[[], object], scale: float) -> Iterator[Passes]:
-        model = self._ranks.bare
+    def _compare(
+        self, lent: samples.Probe, loss: Loss, scale: float, put_back: Callable[[], object]
+    ) -> Iterator[Comparison]:
+        model, state = self._ranks.bare, self.full_state()
         parameters = small_parameters(model) if self._is_trained else list(model.parameters())
-        state = self.full_state()
-        unwatched: set[nn.Parameter] = set(model.parameters()) - set(parameters)
         with (
             gradients_aside(model),
-            frozen(unwatched),
+            frozen(set(model.parameters()) - set(parameters)),
             Watch(model) as watch,
             replace_reentry(model),
             HeldAt(),
             Drawers(model) as drawers,
         ):
+            passes = (loss, scale, parameters, watch, state, drawers, put_back)
             try:
-                yield Passes(loss, scale, parameters, watch, state, drawers, put_back)
+                yield Comparison(self._ranks, self._family.weights, lent, *passes)
             finally:
                 state.restore()
 

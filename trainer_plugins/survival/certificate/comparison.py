@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Callable, Container, Iterator
+from dataclasses import dataclass, field
 from numbers import Number
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -53,9 +54,16 @@ class NotAdditiveError(IndivisibleError):
 Loss = Callable[[Inputs, Divided | None], torch.Tensor]  # of inputs, which may be a part
 
 
-class Passes(NamedTuple):
-    """Everything needed to make passes comparable: each starts from the same state."""
+@dataclass(slots=True)
+class Comparison:
+    """Compares samples with their parts, together with the ranks that measure with this one.
 
+    Each pass starts from the same state.
+    """
+
+    ranks: Ranks
+    weights: tuple[Weight, ...]  # weights to compare
+    lent: Probe  # for a rank without samples of its own
     loss: Loss
     scale: float  # factor that training applies to the loss before its backward pass
     parameters: list[nn.Parameter]  # parameters whose gradient is measured
@@ -63,43 +71,26 @@ class Passes(NamedTuple):
     state: State
     drawers: Drawers
     put_back: Callable[[], object]  # restores random numbers and metrics
-
-    def begin(self, *, goes_on: bool = False, notes: Container[str] = ()) -> None:
-        """Begin a pass, keeping the state, or only the `notes`, of the one before if asked to."""
-        if not goes_on and not notes:
-            self.put_back()
-        if not goes_on:
-            self.state.restore(notes)
-        self.drawers.begin()
-
-
-class Comparison:
-    """Compares samples with their parts, together with the ranks that measure with this one."""
-
-    def __init__(
-        self, ranks: Ranks, weights: tuple[Weight, ...], passes: Passes, lent: Probe
-    ) -> None:
-        self._ranks, self._passes, self._lent = ranks, passes, lent
-        self.weights = weights  # weights to compare
-        self.why_inconclusive = "measuring whether pieces add up takes at least two examples"
-        self.cost = 0.0  # cells computed forward and backward
-        self.why_moved = ""  # why a change made by passes forbids splitting; empty if none does
-        self.overwritten: set[str] = set()  # places that a pass overwrites completely
-        self.notes: set[str] = set()  # places that count or record rows, and change no gradient
-        self.did_not_fit: list[Probe] = []  # on this rank or another
-        self._is_gradient = True
+    why_inconclusive: str = "measuring whether pieces add up takes at least two examples"
+    cost: float = 0.0  # cells computed forward and backward
+    why_moved: str = ""  # why a change made by passes forbids splitting; empty if none does
+    overwritten: set[str] = field(default_factory=set)  # places that a pass overwrites completely
+    # Places that count or record rows, and change no gradient.
+    notes: set[str] = field(default_factory=set)
+    did_not_fit: list[Probe] = field(default_factory=list)  # on this rank or another
+    _is_gradient: bool = True
 
     def look(self, class_weights: ClassWeights, few: Inputs) -> None:
         """Also compare by class weights, if the loss of a few examples uses them."""
-        self._passes.begin()
-        attempt(lambda: class_weights.look(lambda: self._passes.loss(few, None)))
+        self._begin()
+        attempt(lambda: class_weights.look(lambda: self.loss(few, None)))
         self.weights = (*class_weights.weights, *self.weights)
 
     def end_with(self, samples: list[Probe]) -> None:
         """Compute a whole and its parts last, to show `gathers.py` how metrics add up."""
         for sample in self._take_turns(samples):
             passed = [self._pass(some, sample=sample) for some in (sample.whole, *sample.parts)]
-            if not self._ranks.on_any(any(isinstance(one, DidNotFit) for one in passed)):
+            if not self.ranks.on_any(any(isinstance(one, DidNotFit) for one in passed)):
                 return
         raise IndivisibleError("there was not enough memory to measure how its metrics add up")
 
@@ -113,8 +104,8 @@ class Comparison:
 
     def _take_turns(self, samples: list[Probe]) -> Iterator[Probe]:
         """Yield as many samples as the rank with most has, repeating the last one."""
-        for place in range(self._ranks.highest(len(samples))):
-            yield samples[min(place, len(samples) - 1)] if samples else self._lent
+        for place in range(self.ranks.highest(len(samples))):
+            yield samples[min(place, len(samples) - 1)] if samples else self.lent
 
     def describe(self, told: Measurement) -> str:
         """Report that no weight fits, with the numbers."""
@@ -137,17 +128,21 @@ class Comparison:
 
     @property
     def _is_loss_of_training(self) -> bool:
-        return not self._is_gradient and self._ranks.bare.training
+        return not self._is_gradient and self.ranks.bare.training
 
     def _measure(self, sample: Probe, *, is_idle: bool) -> Measurement | None:
         measured = self._compute_parts(sample)
-        if self._had_no_room(sample, measured) or isinstance(measured, DidNotFit):
+        failure = measured if isinstance(measured, DidNotFit) else None
+        if self.ranks.on_any(failure is not None) or isinstance(measured, DidNotFit):
+            self.did_not_fit.append(sample)
+            line = failure.first_line if failure is not None else "on another rank"
+            self.why_inconclusive = report_no_room(line)
             return None
         whole, parts = measured
         tells = not is_idle and self._is_conclusive(
             [whole, *(one for some in parts.values() for one in some)]
         )
-        if not self._ranks.on_any(tells):
+        if not self.ranks.on_any(tells):
             self.why_inconclusive = (
                 f"its {self._what} is 0, or not a number, on {sample.num} examples, "
                 f"{_NOT_MEASURABLE}"
@@ -161,22 +156,13 @@ class Comparison:
         told = Measurement(sample, errors, tolerance, mode, self._is_gradient)
         return None if self._is_rounding(told, whole, tells=tells) else told
 
-    def _had_no_room(self, sample: Probe, measured: object) -> bool:
-        """Return, identically on all ranks, whether a sample did not fit; record it if so."""
-        did_not_fit = self._ranks.on_any(isinstance(measured, DidNotFit))
-        if did_not_fit:
-            self.did_not_fit.append(sample)
-            line = measured.first_line if isinstance(measured, DidNotFit) else "on another rank"
-            self.why_inconclusive = report_no_room(line)
-        return did_not_fit
-
     def _is_rounding(self, told: Measurement, whole: _Measured, *, tells: bool) -> bool:
         """Return whether an error that no weight explains is only rounding, and proves nothing."""
         # For example, the gradients of chosen and rejected answers that are alike cancel.
         least = min(told.errors.values())
         if not self._is_gradient or not told.tolerance < least < _NOT_A_NUMBER:
             return False
-        with round_differently(self._ranks.bare):
+        with round_differently(self.ranks.bare):
             again = self._pass(told.sample.whole)
         # Without room for that pass we do not know, and a smaller sample decides.
         noise = math.inf if isinstance(again, DidNotFit) else _error(whole, [again])
@@ -187,8 +173,8 @@ class Comparison:
         return least <= _OF_ROUNDING * self._farthest(noise if tells else 0.0)
 
     def _describe_mode(self) -> str:
-        how = "in training mode" if self._ranks.bare.training else "in evaluation mode"
-        if in_eval := self._passes.drawers.in_eval:
+        how = "in training mode" if self.ranks.bare.training else "in evaluation mode"
+        if in_eval := self.drawers.in_eval:
             name = type(in_eval[0]).__name__
             how += f", but {name}, which draws by numpy or Python, without its children"
         return f"{how}, by the loss alone" if self._is_loss_of_training else how
@@ -202,17 +188,16 @@ class Comparison:
     def _compute_parts(
         self, sample: Probe
     ) -> tuple[_Measured, dict[Weight, list[_Measured]]] | DidNotFit:
-        passes = self._passes
         whole = self._pass(sample.whole)
-        if not isinstance(whole, DidNotFit) and self._ranks.on_any(passes.drawers.to_eval()):
+        if not isinstance(whole, DidNotFit) and self.ranks.on_any(self.drawers.to_eval()):
             whole = self._pass(sample.whole)
         if isinstance(whole, DidNotFit):
             return whole
-        moved = [passes.state.find_moved()]
+        moved = [self.state.find_moved()]
         parts = self._parts(sample, moved)
         if isinstance(parts, DidNotFit):
             return parts
-        if self._ranks.on_any(any(moved) and self._ranks.bare.training):
+        if self.ranks.on_any(any(moved) and self.ranks.bare.training):
             self._look_at_state(sample, moved)
         return whole, parts
 
@@ -227,7 +212,7 @@ class Comparison:
             for weight in self.weights:
                 factor = sample.factors(weight)[place]
                 before = factor if self._is_gradient else 1.0  # a loss is multiplied afterwards
-                if self._ranks.on_any(before not in passed):
+                if self.ranks.on_any(before not in passed):
                     one = self._pass(part, before, sample=sample)
                     if isinstance(one, DidNotFit):
                         return one
@@ -237,16 +222,16 @@ class Comparison:
                     parts[weight].append(
                         one if before == factor else [each * factor for each in one]
                     )
-            moved.append(self._passes.state.find_moved())
+            moved.append(self.state.find_moved())
         return parts
 
     def _look_at_state(self, sample: Probe, moved: list[dict[str, Moved]]) -> None:
         """Check whether pieces that start from the same state leave the same state as the whole."""
         # They do if each pass counts the same for any rows, or overwrites completely.
         again = self._pass(sample.parts[1], sample=sample, goes_on=True)
-        after = self._passes.state.find_moved()
+        after = self.state.find_moved()
         repeated = self._pass(sample.parts[1], sample=sample)
-        moved = [*moved, after, self._passes.state.find_moved()]
+        moved = [*moved, after, self.state.find_moved()]
         if isinstance(again, DidNotFit) or isinstance(repeated, DidNotFit):
             return
         why = explain_not_divided(one for some in moved for one in some.values())
@@ -264,15 +249,23 @@ class Comparison:
                 notes.add(key)
             else:
                 why = why or _describe_rows(words[key])
-        if self._ranks.on_any(bool(notes)):
+        if self.ranks.on_any(bool(notes)):
             noted = self._pass(sample.parts[1], sample=sample, notes=notes)
             if isinstance(noted, DidNotFit) or _error(repeated, [noted]) > 0:
                 why = why or _describe_rows(
                     words[min(notes)] if notes else "a value on another rank"
                 )
             self.notes |= notes
-        if self._ranks.on_any(bool(why)):
+        if self.ranks.on_any(bool(why)):
             self.why_moved = why or "a forward pass on another rank changes the state of the model"
+
+    def _begin(self, *, goes_on: bool = False, notes: Container[str] = ()) -> None:
+        """Begin a pass, keeping the state, or only the `notes`, of the one before if asked to."""
+        if not goes_on and not notes:
+            self.put_back()
+        if not goes_on:
+            self.state.restore(notes)
+        self.drawers.begin()
 
     def _pass(
         self,
@@ -283,36 +276,34 @@ class Comparison:
         goes_on: bool = False,
         notes: Container[str] = (),
     ) -> _Measured | DidNotFit:
-        passes, whole = self._passes, Divided(sample.whole, sample.parts) if sample else None
-        passes.begin(goes_on=goes_on, notes=notes)
+        whole = Divided(sample.whole, sample.parts) if sample else None
+        self._begin(goes_on=goes_on, notes=notes)
         self.cost += (1 if self._is_gradient else _FORWARD) * cells(some)
         try:
             if self._is_gradient:
-                scale = factor * passes.scale
-                return self._ranks.gradient(
-                    lambda: passes.loss(some, whole) * scale, passes.parameters
-                )
+                scale = factor * self.scale
+                return self.ranks.gradient(lambda: self.loss(some, whole) * scale, self.parameters)
             return attempt(lambda: self._value(some, whole))
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # the model's own error, at a size it never meets in training
-            self._ranks.part_failed(error)
+            self.ranks.part_failed(error)
             raise IndivisibleError(part_raised(error)) from error
 
     def _value(self, some: Inputs, whole: Divided | None) -> _Measured:
-        loss = compute_without_graph(lambda: self._passes.loss(some, whole))
+        loss = compute_without_graph(lambda: self.loss(some, whole))
         return [loss.detach().cpu().double().reshape(1)]
 
     def _farthest(self, error: float) -> float:
         """Return the largest error of any rank; ranks vote by whole numbers."""
         error = min(error, _NOT_A_NUMBER) if math.isfinite(error) else _NOT_A_NUMBER
-        return self._ranks.highest(round(1e9 * error)) / 1e9
+        return self.ranks.highest(round(1e9 * error)) / 1e9
 
     def _tolerance(self) -> float:
-        mixed_precision = self._ranks.trainer.accelerator.mixed_precision
-        if mixed_precision != "no" or self._passes.watch.is_autocast:
+        mixed_precision = self.ranks.trainer.accelerator.mixed_precision
+        if mixed_precision != "no" or self.watch.is_autocast:
             return _TOLERANCE_LOW
-        tolerance = max(_TOLERANCE.get(p.dtype, _TOLERANCE_LOW) for p in self._passes.parameters)
+        tolerance = max(_TOLERANCE.get(p.dtype, _TOLERANCE_LOW) for p in self.parameters)
         is_tf32 = torch.get_float32_matmul_precision() != "highest"
         return max(tolerance, _TOLERANCE_TF32) if is_tf32 else tolerance
 

@@ -22,7 +22,6 @@ from trainer_plugins.survival.attempt.state import Moved, State, explain_rows_di
 from trainer_plugins.survival.certificate.held import HeldAt, round_differently, signs
 from trainer_plugins.survival.exact.layouts import Layout, Rows
 from trainer_plugins.survival.exact.shares import Inputs
-from trainer_plugins.survival.ranks.alone import Ranks
 from trainer_plugins.wrapped import tensors_in
 
 _MOST_EXAMPLES = 16
@@ -71,9 +70,10 @@ class _Passed:
 
 @dataclass(slots=True)
 class Neighbours:
-    """Compares rows next to different neighbours, on all ranks that measure together."""
+    """Compares rows next to different neighbours, on a rank that measures alone."""
 
-    ranks: Ranks
+    model: nn.Module
+    device: torch.device
     sees_all: bool  # the model's output compares rows, as its loss does
     loss: Callable[[Inputs], torch.Tensor]
     state: State
@@ -82,9 +82,11 @@ class Neighbours:
 
     def explain_mixed(self, layout: Layout, inputs: Inputs, *, is_thorough: bool) -> str:
         """Name a module that mixes rows, as far as the draws show; empty if none does."""
-        is_of_rows = isinstance(layout, Rows)
-        num = self.ranks.lowest(min(layout.count(inputs), _MOST_EXAMPLES) if is_of_rows else 0)
-        draws = self._draws() if is_thorough else [nullcontext]
+        draws: list[Draw] = [nullcontext]
+        if is_thorough:
+            draws += [partial(_set_level, level) for level in _LEVELS]
+            draws += [partial(self._seed, 1 + number) for number in range(_NUM_SEEDS)]
+        num = min(layout.count(inputs), _MOST_EXAMPLES)
         while isinstance(layout, Rows) and num >= 2:
             arranged = _arrangements(layout, layout.probe(inputs, num), num)
             try:
@@ -96,20 +98,17 @@ class Neighbours:
     def _find(self, arranged: list[_Arranged], draw: Draw) -> str:
         for batch, with_others, is_alike in arranged:
             one, other = (self._pass(some, is_alike, draw) for some in (batch, with_others))
-            if self.ranks.on_any(not (one and other)) or not (one and other):
+            if one is None or other is None:
                 return ""  # the model raises with such numbers
             # The number of draws may depend on the rows: try another arrangement.
-            if self.ranks.on_any(not is_same(one.drawn, other.drawn)):
+            if not is_same(one.drawn, other.drawn):
                 continue
             pairs = len(one.rows) == len(other.rows) and bool(one.rows)
-            if not self.ranks.on_any(pairs and one.rows[-1].off(other.rows[-1]) > 0):
+            if not pairs or one.rows[-1].off(other.rows[-1]) == 0:
                 return ""
-            with round_differently(self.ranks.bare):
+            with round_differently(self.model):
                 again = self._pass(batch, is_alike, draw)
-            said = _describe(one, other, again, int(is_alike.sum())) if again and pairs else ""
-            if self.ranks.on_any(bool(said)):
-                return said or "rows are mixed on another rank, whose log names the module"
-            return ""
+            return _describe(one, other, again, int(is_alike.sum())) if again else ""
         return ""
 
     def _pass(self, some: Inputs, is_alike: torch.Tensor, draw: Draw) -> _Passed | None:
@@ -117,27 +116,22 @@ class Neighbours:
         self.state.restore()
 
         def work() -> _Passed:
-            with _watch(self.ranks.bare, is_alike, self.sees_all) as rows, draw():
+            with _watch(self.model, is_alike, self.sees_all) as rows, draw():
                 self.loss(some)
-            drawn = [*Generators(self.ranks.device).state(), *self.state.read_generators()]
+            drawn = [*Generators(self.device).state(), *self.state.read_generators()]
             moved = self.state.find_moved()
             self.moves_state |= bool(moved)
             return _Passed(rows, drawn, moved)
 
         try:
-            outcome = attempt(work, device=self.ranks.device)
+            outcome = attempt(work, device=self.device)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # noqa: BLE001 - the model's own
-            self.ranks.part_failed(error)
+        except Exception:  # noqa: BLE001 - the model's own
             return None
         if isinstance(outcome, DidNotFit):
             raise _DoesNotFitError
         return outcome
-
-    def _draws(self) -> list[Draw]:
-        levels = [partial(_set_level, level) for level in _LEVELS]
-        return [nullcontext, *levels, *(partial(self._seed, 1 + n) for n in range(_NUM_SEEDS))]
 
     @contextmanager
     def _seed(self, seed: int) -> Iterator[None]:
