@@ -111,7 +111,7 @@ class TrainingRun:
                 notes=self.certificate.notes,
                 loss=State(self._loss_roots),
             ),
-            GradientMark(self.ranks.select_kept(self._parameters)),
+            GradientMark(self._parameters if self.ranks.keeps_gradients else ()),
             self.card.read_allocated_bytes(),
         )
 

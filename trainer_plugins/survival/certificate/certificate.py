@@ -150,7 +150,7 @@ class Certificate:
     def looks_at(self, inputs: Inputs) -> bool:
         """Return whether to compare rows again before this micro-batch is divided."""
         # The user's code may depend on counts, and on labels.
-        is_own = self._has_own_code and not self._ranks.measures_together
+        is_own = self._has_own_code and not self._ranks.forward_is_shared
         is_own &= not self.why_broken
         return is_own and (
             self._moves_state or bool(samples.labels_of_rows(inputs) - self._looked_at)
@@ -170,7 +170,7 @@ class Certificate:
         Not where ranks compute each pass together (FSDP, ZeRO-3): if the user's code raised at one
         of the draws on one rank, the others would wait.
         """
-        if self._ranks.measures_together or not self._has_own_code:
+        if self._ranks.forward_is_shared or not self._has_own_code:
             return
         coupling, ranks, state = self._family.coupling, self._ranks, self.full_state()
         sees_all = coupling is not None and coupling.sees_all
@@ -191,7 +191,7 @@ class Certificate:
     def _refuse(self, kind: Kind, why: str) -> None:
         if self.divided_since is not None:
             self.why_broken = why
-        elif not self._ranks.measures_together:  # together they measure again
+        elif not self._ranks.forward_is_shared:  # together they measure again
             self._refused[kind] = why
 
     @contextmanager
@@ -258,7 +258,7 @@ class Certificate:
             told = comparison.first_conclusive([sample], is_gradient=True)
             if told is not None:
                 return told
-        if self._ranks.measures_together:
+        if self._ranks.forward_is_shared:
             return None
         told = comparison.first_conclusive([sample], is_gradient=False)
         if told is not None and not told.is_additive:

@@ -38,9 +38,9 @@ class Ranks(Exchanging):
 
     recovery = HowToRecover.ALONE
 
-    forward_is_shared = False  # other ranks take part in each forward pass
+    forward_is_shared = False  # other ranks take part in each forward pass, and measure together
     passes_twice = True  # rows may pass without gradients before the pieces
-    measures_together = False  # ranks judge together, by measured gradients
+    keeps_gradients = True  # those that a failed pass has finished
     micros: list[MicroBatch]  # those of this step, if ranks recompute them after a failure
     tiny: Callable[[], object]  # runs a pass over a few tokens of this micro-batch
     apart: Callable[[], AbstractContextManager[object]]  # passes inside exchange no metrics
@@ -58,8 +58,8 @@ class Ranks(Exchanging):
             yield f"several processes ({kind}) are not supported yet"
 
     def late_refusals(self) -> Iterator[str]:
-        """Yield obstacles that a callback may have set since the run began."""
-        yield from ()
+        """Return obstacles that a callback may have set since the run began."""
+        return iter(())
 
     @property
     def bare(self) -> nn.Module:
@@ -81,17 +81,13 @@ class Ranks(Exchanging):
     def end(self) -> None:
         """Undo all changes to the model."""
 
-    def select_kept(self, parameters: tuple[nn.Parameter, ...]) -> tuple[nn.Parameter, ...]:
-        """Return the parameters that keep a gradient finished by a failed pass."""
-        return parameters
-
     def attempt(
         self, work: Callable[[], T], release: Release = None, *, is_end: bool = True
     ) -> T | DidNotFit:
         """Run work that may not fit; with `is_end` False a backward pass is still to come."""
         return attempt(work, release, self.device)
 
-    def note_failure(self, phase: str, is_last: bool, changed: set[nn.Parameter]) -> str:
+    def note_failure(self, phase: str, changed: set[nn.Parameter]) -> str:
         """Record an attempt that did not fit; return why the run cannot go on, empty if it can."""
         return ""
 
@@ -187,7 +183,6 @@ class Together(Ranks):
     """Handles ranks that vote before they divide, measure or rehearse."""
 
     forward_is_shared = True
-    measures_together = True
 
     def __init__(self, trainer: HfTrainer, model: nn.Module) -> None:
         super().__init__(trainer, model)

@@ -61,10 +61,9 @@ class DDP(Ranks):
     def refusals(cls, trainer: HfTrainer) -> Iterator[str]:
         wrapped = trainer.model_wrapped
         if wrapped is trainer.model:
-            yield from _settings(trainer.accelerator.ddp_handler)
+            yield from _judge_settings(trainer.accelerator.ddp_handler)
         elif isinstance(wrapped, DistributedDataParallel):
-            yield from _settings(wrapped)
-            yield from _state(wrapped)
+            yield from _judge_settings(wrapped)
         else:
             yield f"{type(wrapped).__name__}, instead of DDP, wraps the model of several processes"
             return
@@ -72,8 +71,7 @@ class DDP(Ranks):
             yield "a trial showed that this torch's DDP does not finish in pieces: please report it"
 
     def late_refusals(self) -> Iterator[str]:
-        yield from _settings(self.model)
-        yield from _state(self.model)
+        return _judge_settings(self.model)
 
     @property
     def bare(self) -> nn.Module:
@@ -106,7 +104,7 @@ class DDP(Ranks):
         ):
             return super().attempt(work, release, is_end=is_end)
 
-    def note_failure(self, phase: str, is_last: bool, changed: set[nn.Parameter]) -> str:
+    def note_failure(self, phase: str, changed: set[nn.Parameter]) -> str:
         progress, self._progress = self._progress, _Progress.OUTSIDE
         has_computed, self._has_computed = self._has_computed, False
         if self._has_begun:
@@ -166,7 +164,7 @@ class DDP(Ranks):
             self._has_computed |= torch.is_grad_enabled()
 
 
-def _settings(made_with: object) -> Iterator[str]:
+def _judge_settings(made_with: object) -> Iterator[str]:
     """Yield refusals due to DDP's settings, given its wrapper or its future arguments."""
     if getattr(made_with, "static_graph", False):
         yield "DDP with static_graph replays its first backward pass, and those of pieces differ"
@@ -175,14 +173,13 @@ def _settings(made_with: object) -> Iterator[str]:
     has_hook = str(getattr(made_with, "comm_hook", "no")) != "no"
     if has_hook or getattr(made_with, "_comm_hooks", None):
         yield "a DDP communication hook may run out of memory itself, while the other ranks wait"
-
-
-def _state(wrapped: DistributedDataParallel) -> Iterator[str]:
-    if wrapped.mixed_precision is not None or wrapped._delay_all_reduce_params:
+    if not isinstance(made_with, DistributedDataParallel):
+        return
+    if made_with.mixed_precision is not None or made_with._delay_all_reduce_params:
         yield "DDP's own mixed_precision and delayed all-reduce keep state that an error breaks"
-    if wrapped._use_python_reducer:
+    if made_with._use_python_reducer:
         yield "DDP's python reducer (torch._dynamo.config.optimize_ddp) sends each piece"
-    if wrapped._join_config.enable:
+    if made_with._join_config.enable:
         yield "DDP.join (join_uneven_inputs) counts forward passes, and pieces need more of them"
 
 

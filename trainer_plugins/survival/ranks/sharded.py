@@ -38,6 +38,7 @@ class Sharded(Together):
     """Handles ranks that hold a part of each weight, with either version of FSDP."""
 
     passes_twice = False
+    keeps_gradients = False
     recovery = HowToRecover.AGAIN
     wrapper: type  # class of the models that this version of FSDP shards
 
@@ -77,9 +78,6 @@ class Sharded(Together):
         # A rank that failed does not know the shape of the others' exchange, so they vote.
         self._is_spoilt = self._is_spoilt or self.on_any(self.is_finishing)
         return not self._is_spoilt
-
-    def select_kept(self, parameters: tuple[nn.Parameter, ...]) -> tuple[nn.Parameter, ...]:
-        return ()
 
     def part_failed(self, error: Exception) -> None:
         raise error

@@ -89,7 +89,7 @@ class Zero(Together):
         module: nn.Module = self._engine if self._stage == 3 else self._engine.module
         return module
 
-    def note_failure(self, phase: str, is_last: bool, changed: set[nn.Parameter]) -> str:
+    def note_failure(self, phase: str, changed: set[nn.Parameter]) -> str:
         return self._stop(f"a {phase} pass of ZeRO cannot be repeated")
 
     @contextmanager

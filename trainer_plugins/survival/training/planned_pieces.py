@@ -83,7 +83,7 @@ class PlannedPieces(Recovery):
         return [piece]
 
     def _take_back(self, error: Exception) -> NoReturn:
-        said = self._ranks.note_failure(self._phase, False, set())
+        said = self._ranks.note_failure(self._phase, set())
         raise RuntimeError(f"survive_oom could not help: {part_raised(error)}; {said}") from error
 
 
@@ -92,9 +92,7 @@ class Replay(PlannedPieces):
 
     _total: torch.Tensor | None = None
 
-    def recover(
-        self, piece: Piece, start: Start, failure: DidNotFit, phase: str, *, is_last: bool = True
-    ) -> None:
+    def recover(self, piece: Piece, start: Start, failure: DidNotFit, phase: str) -> None:
         """Undo a failed attempt on every rank; `piece` is the one this rank tried meanwhile."""
         why_not = self._wrong_so_far() or self._why_whole
         self._story.note_failure(failure, piece, phase)

@@ -82,12 +82,10 @@ class Recovery:
             )
         return ""
 
-    def recover(
-        self, piece: Piece, start: Start, failure: DidNotFit, phase: str, *, is_last: bool = True
-    ) -> None:
+    def recover(self, piece: Piece, start: Start, failure: DidNotFit, phase: str) -> None:
         """Undo a failed attempt, keep finished gradients, and make room; raise if impossible."""
         changed = start.mark.find_changed()
-        why_not = self._ranks.note_failure(phase, is_last, changed) or self._wrong_so_far()
+        why_not = self._ranks.note_failure(phase, changed) or self._wrong_so_far()
         self._story.note_failure(failure, piece, phase)
         self._tried.append(piece.num)
         if why_not:
@@ -127,7 +125,7 @@ class Recovery:
                 queue, total = deque([self._micro.whole]), None
                 continue
             if isinstance(loss, DidNotFit):
-                self.recover(piece, start, loss, self._phase, is_last=not queue)
+                self.recover(piece, start, loss, self._phase)
                 queue.appendleft(piece)
                 continue
             self._added.append((piece, start.snapshot, set(piece.final)))
@@ -355,7 +353,7 @@ class Recovery:
         certificate = self._run.certificate
         try:
             # When ranks measure together, no rank may fail alone.
-            if self._ranks.measures_together:
+            if self._ranks.forward_is_shared:
                 measure()
             elif (failure := attempt(measure)) is not None:
                 raise IndivisibleError(report_no_room(failure.first_line))
