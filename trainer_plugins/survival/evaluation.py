@@ -160,7 +160,6 @@ class Evaluation:
         """Forget all measurements: they belong to another run's model."""
         self._certificates.clear()
         vars(self).pop("_roots", None)
-        vars(self).pop("_loss_roots", None)
 
     def prediction_step(
         self, model: nn.Module, inputs: Inputs, prediction_loss_only: bool, *args: Any, **kw: Any
@@ -272,16 +271,14 @@ class Evaluation:
         return _join(layout, results)
 
     def _mark_start(self) -> RestorePoint:
-        kept = State(self._roots), State(self._loss_roots)
-        return RestorePoint(self._attached.trainer, "eval", kept[0], loss=kept[1])
+        state, loss = map(State, self._roots)
+        return RestorePoint(self._attached.trainer, "eval", state, loss=loss)
 
     @cached_property
-    def _roots(self) -> Roots:
-        return roots_of_state(self._attached.trainer.model)
-
-    @cached_property
-    def _loss_roots(self) -> Roots:
-        return find_loss_roots(self._attached.trainer)
+    def _roots(self) -> tuple[Roots, Roots]:
+        """Return the places that the model, and those that a user's loss, may change."""
+        trainer = self._attached.trainer
+        return roots_of_state(trainer.model), find_loss_roots(trainer)
 
     def _select_kept(self, outputs: object) -> Outputs:
         """Return the outputs that the Trainer keeps: no caches, and none for a mere loss."""
@@ -301,7 +298,8 @@ class Evaluation:
         certificate = self._certificates.get(self._is_over_items)
         if certificate is None:
             alone = Ranks(self._attached.trainer, self._attached.trainer.model)
-            certificate = Certificate(alone, self._attached.family, self._roots, is_trained=False)
+            family, (roots, _) = self._attached.family, self._roots
+            certificate = Certificate(alone, family, roots, is_trained=False)
             self._certificates[self._is_over_items] = certificate
         if certificate.wants(kind := batch_kind(layout, inputs), inputs):
 
@@ -312,9 +310,9 @@ class Evaluation:
                 return value
 
             num_fit = max(sizes(layout.count(inputs), cells(inputs), self._parts.limit, 1))
-            gathers, is_first = self._gathers, not certificate.knows(layout)
+            gathers = self._gathers
             try:
-                with gathers.measuring() if is_first else gathers.apart():
+                with gathers.apart(shows_metrics=not certificate.knows(layout)):
                     certificate.measure(
                         layout, inputs, num_fit, loss, before.put_back, gathers.has_exchanged
                     )

@@ -129,8 +129,7 @@ class TrainingRun:
             with ExitStack() as stack:
                 if self.is_compiled:  # intercepted code would not be compiled from then on
                     stack.enter_context(torch.compiler.set_stance("force_eager"))
-                gathers = self.gathers
-                stack.enter_context(gathers.measuring() if shows_metrics else gathers.apart())
+                stack.enter_context(self.gathers.apart(shows_metrics=shows_metrics))
                 yield before.put_back
         finally:
             before.restore()
@@ -160,7 +159,7 @@ class TrainingRun:
         without_numbers = {name: value for name, value in inputs.items() if name != ROW}
         batch = attached.batch_type(without_numbers)
         is_first = self.what_moved is None and model.training
-        state = self._model_state() if is_first else None
+        state = self.certificate.full_state(self._model_roots) if is_first else None
         with self.gathers.hold(), self._give_to_loss(model):
             loss: torch.Tensor = attached.compute_loss(model, batch, num_items_in_batch=num_items)
         if state is not None:
@@ -171,10 +170,6 @@ class TrainingRun:
         if why := attached.why_own_loss:
             self.what_moved = why + VOUCH
         return loss
-
-    def _model_state(self) -> State:
-        has_parameters = not self.ranks.forward_is_shared
-        return State(self._model_roots, self.ranks.bare, has_parameters=has_parameters)
 
     @contextmanager
     def _give_to_loss(self, model: nn.Module) -> Iterator[None]:

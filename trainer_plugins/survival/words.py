@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from trainer_plugins import advice
 from trainer_plugins.advice import Door
-from trainer_plugins.finding import Finding, Severity
+from trainer_plugins.finding import Finding
 from trainer_plugins.survival.attempt.attempt import DidNotFit
 from trainer_plugins.survival.exact.shares import IndivisibleError
 from trainer_plugins.survival.micro_batch import Piece
@@ -137,18 +137,6 @@ def report_not_attached(reasons: list[str]) -> Finding:
         evidence="; ".join(reasons),
         remedy="Change what is named, or remove survive_oom. docs/survival.md lists what it"
         " supports.",
-    )
-
-
-def foreseen(summary: str, evidence: str, num_fit: int) -> Finding:
-    """Report how many of the longest rows fit at once, before step 1."""
-    return Finding(
-        code="out-of-memory-foreseen",
-        severity=Severity.INFO if num_fit else Severity.WARNING,
-        summary=summary,
-        evidence=evidence,
-        remedy=UNCHANGED if num_fit else "Use gradient checkpointing, or shorter sequences.",
-        amount=float(num_fit),
     )
 
 

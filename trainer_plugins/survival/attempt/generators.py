@@ -46,23 +46,20 @@ def _put_back(states: tuple[Any, Any]) -> None:
 
 
 class Generators:
-    """The state of all random generators."""
+    """The states of all random generators at one moment."""
 
     def __init__(self, device: torch.device) -> None:
-        self._cpu, self._device = torch.get_rng_state(), device
-        self._python, self._numpy = pythons_and_numpys()
         self._module = None if device.type == "cpu" else torch.get_device_module(device)
-        self._card = self._module.get_rng_state(device) if self._module else None
+        self._device = device
+        card = self._module.get_rng_state(device) if self._module else None
+        self.states = (torch.get_rng_state(), card, pythons_and_numpys())
 
     def restore(self) -> None:
-        torch.set_rng_state(self._cpu)
-        _put_back((self._python, self._numpy))
+        cpu, card, others = self.states
+        torch.set_rng_state(cpu)
+        _put_back(others)
         if self._module:
-            self._module.set_rng_state(self._card, self._device)
-
-    def state(self) -> list[object]:
-        card = self._module.get_rng_state(self._device).cpu() if self._module else None
-        return [torch.get_rng_state(), card, *pythons_and_numpys()]
+            self._module.set_rng_state(card, self._device)
 
 
 def draw_all(level: float) -> None:

@@ -66,10 +66,10 @@ class Certificate:
         self.overwritten: set[str] = set()  # places that may differ after two pieces
         self.notes: set[str] = set()  # places that count or record rows: pieces continue them
 
-    def full_state(self) -> State:
+    def full_state(self, roots: Roots | None = None) -> State:
         """Save everything that a pass may change; of library modules, the buffers."""
         has_parameters = not self._ranks.forward_is_shared
-        return State(self._roots, self._ranks.bare, has_parameters=has_parameters)
+        return State(roots or self._roots, self._ranks.bare, has_parameters=has_parameters)
 
     def weight(self, layout: Layout, kind: Kind) -> Weight:
         why = self.why_broken or self._refused.get(kind, "")

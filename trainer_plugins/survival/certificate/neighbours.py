@@ -118,7 +118,7 @@ class Neighbours:
         def work() -> _Passed:
             with _watch(self.model, is_alike, self.sees_all) as rows, draw():
                 self.loss(some)
-            drawn = [*Generators(self.device).state(), *self.state.read_generators()]
+            drawn = [*Generators(self.device).states, *self.state.read_generators()]
             moved = self.state.find_moved()
             self.moves_state |= bool(moved)
             return _Passed(rows, drawn, moved)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -60,17 +60,6 @@ class TwoMeans(Coupling):
         return float(self.num_tokens(inputs)) / self.num_rows(inputs)
 
 
-def orpo(trainer: Any) -> TwoMeans:
-    """Describe ORPO's loss, whose mean also covers the tokens of the prompt."""
-    if trainer.is_encoder_decoder:
-        return cpo(trainer)
-    return TwoMeans(
-        lambda inputs: (inputs["chosen_attention_mask"][:, 1:] == 1).sum(),
-        lambda inputs: len(inputs["chosen_labels"]),
-        partial(_scale_output, trainer),
-    )
-
-
 def cpo(trainer: Any) -> TwoMeans:
     """Describe CPO's loss, whose mean covers the tokens of chosen answers."""
     first = 0 if trainer.is_encoder_decoder else 1
@@ -79,6 +68,14 @@ def cpo(trainer: Any) -> TwoMeans:
         lambda inputs: len(inputs["chosen_labels"]),
         partial(_scale_output, trainer),
     )
+
+
+def orpo(trainer: Any) -> TwoMeans:
+    """Describe ORPO's loss, whose mean also covers the tokens of the prompt."""
+    loss, mask = cpo(trainer), "chosen_attention_mask"
+    if trainer.is_encoder_decoder:
+        return loss
+    return replace(loss, num_tokens=lambda inputs: (inputs[mask][:, 1:] == 1).sum())
 
 
 def dpo_with_sft(trainer: Any) -> TwoMeans:

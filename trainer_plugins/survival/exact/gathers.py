@@ -77,28 +77,25 @@ class Gathers:
             self._pieces.append((share, self._brought))
 
     @contextmanager
-    def apart(self) -> Iterator[list[torch.Tensor]]:
-        """Surround passes that reach no other rank; yields the values they would have sent."""
+    def apart(self, *, shows_metrics: bool = False) -> Iterator[None]:
+        """Surround passes that reach no other rank.
+
+        If the last ones, a whole and its parts, show how metrics add up, learn it from them.
+        """
         before, brought = self._brought, list[torch.Tensor]()
         self._brought = brought
         try:
-            yield brought
+            yield
         finally:
             self._brought = before
+        num = self._index  # per pass
+        if shows_metrics and 0 < 3 * num <= len(brought):
+            last = brought[-3 * num :]
+            self._merges = [_merge(*last[index::num]) for index in range(num)]
 
     def has_exchanged(self) -> bool:
         """Return whether a pass since this piece, or inside `apart`, would have exchanged."""
         return bool(self._brought)
-
-    @contextmanager
-    def measuring(self) -> Iterator[None]:
-        """Surround a measurement; its last passes, a probe and parts, show how values add up."""
-        with self.apart() as brought:
-            yield
-        num = self._index  # per pass
-        if 0 < 3 * num <= len(brought):
-            last = brought[-3 * num :]
-            self._merges = [_merge(*last[index::num]) for index in range(num)]
 
     def _exchange(
         self, exchange: Exchange, value: torch.Tensor, *args: object, **options: object

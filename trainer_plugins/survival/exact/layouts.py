@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -167,12 +168,12 @@ class Packed:
         is_one_row = torch.is_tensor(positions) and positions.dim() == 2 and len(positions) == 1
         if not is_one_row or _num_rows(inputs) != 1:
             return 0
-        starts = self._starts(inputs)
-        if len(starts) < 2 or starts[0] != 0:
+        spans = self._spans(inputs)
+        if len(spans) < 2 or spans[0][0] != 0:
             return 0
         width = inputs["position_ids"].size(1)
         if self.boundary is not None:
-            _check_one_side([end - begin for begin, end in self._spans(inputs)], self.boundary)
+            _check_one_side([end - begin for begin, end in spans], self.boundary)
         for name, value in inputs.items():
             if name in (*_CUMULATIVE, *_LONGEST) or _dims(value) < 2:
                 continue
@@ -181,7 +182,7 @@ class Packed:
                     f"`{name}` has the shape {list(value.shape)} where the packed row has "
                     f"[1, {width}]"
                 )
-        return len(starts)
+        return len(spans)
 
     def take(self, inputs: Inputs, start: int, stop: int) -> Batch:
         return self._select_spans(inputs, self._spans(inputs)[start:stop])
@@ -203,13 +204,10 @@ class Packed:
             )
         return few
 
-    def _starts(self, inputs: Inputs) -> list[int]:
-        starts: list[int] = (inputs["position_ids"][0] == 0).nonzero().flatten().tolist()
-        return starts
-
     def _spans(self, inputs: Inputs) -> list[tuple[int, int]]:
-        starts = self._starts(inputs)
-        return list(zip(starts, [*starts[1:], inputs["position_ids"].size(1)], strict=True))
+        (positions,) = inputs["position_ids"]
+        starts = (positions == 0).nonzero().flatten().tolist()
+        return [*pairwise([*starts, len(positions)])]
 
     def _select_spans(self, inputs: Inputs, spans: list[tuple[int, int]]) -> Batch:
         lengths = torch.tensor([end - begin for begin, end in spans])

@@ -63,7 +63,8 @@ class Seam(Coupling):
         if self._whole is not whole.inputs or rows not in self._passed:
             self.prepare(compute, whole)
         # Code behind the seam gets the gradient of all rows, in the first piece only.
-        behind = [] if rows[0] == 0 else self._behind()
+        inside = {p for module in self._modules for p in module.parameters()}
+        behind = (p for p in self._trainer.model.parameters() if rows[0] != 0 and p not in inside)
         with frozen(behind), self._passing(partial(self._again, rows)):
             loss = compute(whole.inputs)
         # Each piece computes the whole loss; its gradient is that of its rows alone.
@@ -71,10 +72,6 @@ class Seam(Coupling):
 
     def forget(self) -> None:
         self._whole, self._calls, self._passed = None, [], set()
-
-    def _behind(self) -> list[nn.Parameter]:
-        inside = {p for module in self._modules for p in module.parameters()}
-        return [p for p in self._trainer.model.parameters() if p not in inside]
 
     @contextmanager
     def _passing(self, instead: Callable[..., Any]) -> Iterator[None]:

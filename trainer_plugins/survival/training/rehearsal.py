@@ -8,6 +8,7 @@ from time import perf_counter
 
 from torch import nn
 
+from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.longest import LongestRows
 from trainer_plugins.survival.attempt.holders import Roots
 from trainer_plugins.survival.attempt.state import RestorePoint, State
@@ -16,7 +17,7 @@ from trainer_plugins.survival.exact.shares import Batch, IndivisibleError, Input
 from trainer_plugins.survival.limit.limit import cells
 from trainer_plugins.survival.ranks.alone import HowToRecover
 from trainer_plugins.survival.training_run import TrainingRun
-from trainer_plugins.survival.words import foreseen
+from trainer_plugins.survival.words import UNCHANGED
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +57,7 @@ def rehearse(run: TrainingRun, inputs: Inputs, num_items: NumItems, scale: float
         logger.info("%s: they fit at once", rehearsal.describe())
         return
     run.card.release_cached()  # failed attempts have cut it into small pieces
-    summary = rehearsal.summary(num_fit, climbed)
-    run.attached.say(foreseen(summary, rehearsal.describe(), num_fit))
+    run.attached.say(rehearsal.report(num_fit, climbed))
 
 
 def divide_from_the_start(run: TrainingRun, inputs: Inputs) -> None:
@@ -102,7 +102,8 @@ class _Rehearsal:
             f"{perf_counter() - self._started:.2f} s"
         )
 
-    def summary(self, num_fit: int, climbed: list[str]) -> str:
+    def report(self, num_fit: int, climbed: list[str]) -> Finding:
+        """Report how many of the longest rows fit at once, before step 1."""
         if num_fit:
             summary = f"{num_fit} of {self._what} fit at once"
             summary += "".join(f", with {rung} switched on" for rung in climbed)
@@ -114,7 +115,14 @@ class _Rehearsal:
                 f"; micro-batches of more than {self._run.memo.limit:.0f} tokens (rows x"
                 " padded length) will be split"
             )
-        return summary
+        return Finding(
+            code="out-of-memory-foreseen",
+            severity=Severity.INFO if num_fit else Severity.WARNING,
+            summary=summary,
+            evidence=self.describe(),
+            remedy=UNCHANGED if num_fit else "Use gradient checkpointing, or shorter sequences.",
+            amount=float(num_fit),
+        )
 
     @property
     def _what(self) -> str:
