@@ -299,7 +299,7 @@ class Evaluation:
         if certificate is None:
             alone = Ranks(self._attached.trainer, self._attached.trainer.model)
             family, (roots, _) = self._attached.family, self._roots
-            certificate = Certificate(alone, family, roots, is_trained=False)
+            certificate = Certificate(alone, self._gathers, family, roots, is_trained=False)
             self._certificates[self._is_over_items] = certificate
         if certificate.wants(kind := batch_kind(layout, inputs), inputs):
 
@@ -310,16 +310,11 @@ class Evaluation:
                 return value
 
             num_fit = max(sizes(layout.count(inputs), cells(inputs), self._parts.limit, 1))
-            gathers = self._gathers
             try:
-                with gathers.apart(shows_metrics=not certificate.knows(layout)):
-                    certificate.measure(
-                        layout, inputs, num_fit, loss, before.put_back, gathers.has_exchanged
-                    )
-                with gathers.apart():
-                    certificate.look_at_neighbours(
-                        layout, inputs, loss, before.put_back, is_thorough=True
-                    )
+                certificate.measure(layout, inputs, num_fit, loss, before.put_back)
+                certificate.look_at_neighbours(
+                    layout, inputs, loss, before.put_back, is_thorough=True
+                )
             finally:
                 before.restore()
         return certificate.weight(layout, kind)

@@ -99,7 +99,7 @@ class TrainingRun:
         self._loss_roots = find_loss_roots(attached.trainer)
         if attached.family.is_vouched:  # a loss of the user's own may depend on what it keeps
             self._roots, self._loss_roots = self._roots.join(self._loss_roots), Roots({}, ())
-        self.certificate = Certificate(self.ranks, attached.family, self._roots)
+        self.certificate = Certificate(self.ranks, self.gathers, attached.family, self._roots)
         # Listing takes milliseconds, so do it once. Recovery notices if the list becomes wrong.
         self._parameters = tuple(model.parameters())
 
@@ -122,14 +122,14 @@ class TrainingRun:
         return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
     @contextmanager
-    def measuring(self, *, shows_metrics: bool = False) -> Iterator[Callable[[], None]]:
+    def measuring(self) -> Iterator[Callable[[], None]]:
         """Undo the draws and counts of a measurement, at its end and by the yielded call."""
         before = self.start().snapshot
         try:
             with ExitStack() as stack:
                 if self.is_compiled:  # intercepted code would not be compiled from then on
                     stack.enter_context(torch.compiler.set_stance("force_eager"))
-                stack.enter_context(self.gathers.apart(shows_metrics=shows_metrics))
+                stack.enter_context(self.gathers.apart())
                 yield before.put_back
         finally:
             before.restore()

@@ -20,6 +20,7 @@ from trainer_plugins.survival.exact.finality import (
     replace_reentry,
     small_parameters,
 )
+from trainer_plugins.survival.exact.gathers import Gathers
 from trainer_plugins.survival.exact.layouts import Layout
 from trainer_plugins.survival.exact.losses import Family
 from trainer_plugins.survival.exact.shares import (
@@ -45,10 +46,16 @@ class Certificate:
     """Measures which weights make pieces add up, in a run or (for losses) its evaluations."""
 
     def __init__(
-        self, ranks: Ranks, family: Family, roots: Roots, *, is_trained: bool = True
+        self,
+        ranks: Ranks,
+        gathers: Gathers,
+        family: Family,
+        roots: Roots,
+        *,
+        is_trained: bool = True,
     ) -> None:
-        self._ranks, self._family, self._is_trained = ranks, family, is_trained
-        self._roots = roots
+        self._ranks, self._gathers, self._roots = ranks, gathers, roots
+        self._family, self._is_trained = family, is_trained
         # The user's code takes part in a pass.
         self._has_own_code = bool(roots.objects) or family.is_vouched
         self._moves_state = False
@@ -109,14 +116,16 @@ class Certificate:
         num_fit: int,
         loss: Loss,
         put_back: Callable[[], object],
-        has_exchanged: Callable[[], bool],
         scale: float = 1.0,
     ) -> None:
         """Measure which weights make pieces add up. Raises IndivisibleError if none does."""
         # A rank without two examples joins the passes of the others.
         kind, lent = batch_kind(layout, inputs), samples.idle(layout, inputs)
         try:
-            with self._compare(lent, loss, scale, put_back) as comparison:
+            with (
+                self._gathers.apart(shows_metrics=not self.knows(layout)),
+                self._compare(lent, loss, scale, put_back) as comparison,
+            ):
                 weights = comparison.weights
                 if not torch.is_tensor(inputs.get("labels")):
                     comparison.weights = tuple(w for w in weights if w in WITHOUT_LABELS) or weights
@@ -128,7 +137,7 @@ class Certificate:
                     raise NotAdditiveError("the class weights of its loss have changed")
                 told = self._measure(comparison, layout, inputs, num_fit)
                 remaining = self._judge(comparison, told, self.is_new(kind, inputs))
-                if self._ranks.on_any(not self.knows(layout) and has_exchanged()):
+                if self._ranks.on_any(not self.knows(layout) and self._gathers.has_exchanged()):
                     comparison.end_with(samples.short(layout, inputs))
                 self.overwritten |= comparison.overwritten
                 self.notes |= comparison.notes
@@ -178,7 +187,8 @@ class Certificate:
             ranks.bare, ranks.device, sees_all, lambda some: loss(some, None), state, put_back
         )
         try:
-            why = neighbours.explain_mixed(layout, inputs, is_thorough=is_thorough)
+            with self._gathers.apart():
+                why = neighbours.explain_mixed(layout, inputs, is_thorough=is_thorough)
         finally:
             put_back()
             state.restore()

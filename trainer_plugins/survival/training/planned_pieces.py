@@ -15,7 +15,7 @@ import torch
 
 from trainer_plugins.survival.attempt.attempt import DidNotFit
 from trainer_plugins.survival.exact.shares import IndivisibleError, Inputs, NumItems
-from trainer_plugins.survival.limit.halving import even, lower
+from trainer_plugins.survival.limit.halving import even
 from trainer_plugins.survival.micro_batch import MicroBatch, Piece, Start
 from trainer_plugins.survival.training.recovery import Recovery
 from trainer_plugins.survival.training_run import TrainingRun
@@ -102,7 +102,7 @@ class Replay(PlannedPieces):
             self._give_up(why_not or "another rank cannot continue, and logs why")
         self._ranks.clear()
         self._run.look_for_leftover(self._ranks.micros[0].start)
-        self._make_room_for(piece if failure.is_here else None)
+        self._make_room(piece if failure.is_here else None)
 
     def measure(self) -> None:
         """Do nothing: `finish` measures when necessary, and a rank may have one example now."""
@@ -157,24 +157,8 @@ class Replay(PlannedPieces):
             parts = whole.parts(self._layout, cuts, weight, self._attached.family.share)
         return _fill(parts, num)
 
-    def _make_room_for(self, piece: Piece | None) -> None:
-        """Lower the limit or climb the ladder; `piece` is None if another rank failed."""
-        memo, why = self._run.memo, ""
-        limit: float | None = memo.limit
-        if piece is not None:
-            least = self._attached.min_micro_batch
-            limit = lower(piece.num, piece.num_cells, memo.limit, least)
-            why = self._nothing_left(piece) if limit is None else ""
-        if not self._ranks.on_any(limit is None):
-            assert limit is not None
-            try:
-                self._weigh([self], limit)
-            except IndivisibleError as error:  # on every rank
-                why = str(error)
-            else:
-                memo.limit = self._ranks.agree(self._lower_by_measured(limit))
-                return
-        self._climb(why or "another rank has nothing smaller to try, and nothing left to switch on")
+    def _try_limit(self, piece: Piece | None, limit: float) -> None:
+        self._weigh([self], limit)
 
     def _lacks_weight(self) -> bool:
         """Return whether this rank needs a measurement; one that is only due waits for a window."""

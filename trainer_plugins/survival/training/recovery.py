@@ -220,7 +220,7 @@ class Recovery:
             self._ranks.piece(is_last) as model,
             run.gathers.piece(piece.share, is_last or sees_all, is_idle=piece.is_idle or sees_all),
         ):
-            loss = self._loss(piece.inputs, model, divided, self._coupling)
+            loss = self._loss(piece.inputs, divided, model, self._coupling)
             if is_part:
                 self._attached.check_loss_of_part()
             self._phase = "backward"
@@ -230,11 +230,7 @@ class Recovery:
         return loss.detach() * piece.factor
 
     def _loss(
-        self,
-        inputs: Inputs,
-        model: nn.Module,
-        whole: Divided | None = None,
-        coupling: Coupling | None = None,
+        self, inputs: Inputs, whole: Divided | None, model: nn.Module, coupling: Coupling | None
     ) -> torch.Tensor:
         """Compute the loss in a context that the Trainer leaves before the backward pass."""
         compute = partial(self._run.compute_loss, model, num_items=self._micro.num_items)
@@ -276,21 +272,36 @@ class Recovery:
     def _cuts(self, piece: Piece, limit: float) -> list[int]:
         return sizes(piece.num, piece.num_cells, limit, self._attached.min_micro_batch)
 
-    def _make_room(self, piece: Piece) -> None:
-        """Lower the limit; if the piece cannot be divided, climb the ladder, or give up."""
+    def _make_room(self, piece: Piece | None) -> None:
+        """Lower the limit; if pieces cannot be divided, climb the ladder, or give up.
+
+        `piece` is None if another rank failed.
+        """
         memo, why = self._run.memo, self._why_whole
-        limit = lower(piece.num, piece.num_cells, memo.limit, self._attached.min_micro_batch)
-        if memo.pace is not None and limit is not None:
-            limit = memo.pace.note_failure(piece.num_cells, limit)
-        if limit is not None and self._layout is not None:
+        limit: float | None = memo.limit
+        if piece is not None:
+            limit = lower(piece.num, piece.num_cells, memo.limit, self._attached.min_micro_batch)
+            if memo.pace is not None and limit is not None:
+                limit = memo.pace.note_failure(piece.num_cells, limit)
+            why = why or (self._nothing_left(piece) if limit is None else "")
+        if not self._ranks.on_any(limit is None or self._layout is None) and limit is not None:
             try:
-                self._divide(piece, limit)
-            except IndivisibleError as error:
+                self._try_limit(piece, limit)
+            except IndivisibleError as error:  # on every rank
                 why = str(error)
             else:
-                memo.limit = self._lower_by_measured(limit)
+                memo.limit = self._ranks.agree(self._lower_by_measured(limit))
                 return
-        self._climb(why or self._nothing_left(piece))
+        why = why or "another rank has nothing smaller to try, and nothing left to switch on"
+        rung = memo.climb(self._attached.ladder, self._run.model)
+        if not rung:
+            self._give_up(why)
+        self._story.switched_on.append(rung)
+
+    def _try_limit(self, piece: Piece | None, limit: float) -> None:
+        """Raise IndivisibleError if micro-batches cannot be divided to meet a limit."""
+        if piece is not None:
+            self._divide(piece, limit)
 
     def _lower_by_measured(self, limit: float) -> float:
         """Lower a limit below sizes that a measurement could not compute: training needs more."""
@@ -300,12 +311,6 @@ class Recovery:
             if pace is not None:
                 pace.too_much = min(pace.too_much, num_cells)
         return limit
-
-    def _climb(self, why_not: str) -> None:
-        rung = self._run.memo.climb(self._attached.ladder, self._run.model)
-        if not rung:
-            self._give_up(why_not)
-        self._story.switched_on.append(rung)
 
     def _nothing_left(self, piece: Piece) -> str:
         users = [CHECKPOINTING] if is_checkpointing(self._run.model) else []
@@ -333,16 +338,12 @@ class Recovery:
     def _measure(self, layout: Layout, num_fit: int, *, is_due: bool = True) -> None:
         self._has_looked = True
         certificate, inputs = self._run.certificate, self._micro.whole.inputs
-        model, coupling = self._run.model, copy(self._coupling)  # keep the original's state
-
-        def loss(some: Inputs, whole: Divided | None) -> torch.Tensor:
-            return self._loss(some, model, whole, coupling)
-
+        # A copy keeps the state of the coupling.
+        loss = partial(self._loss, model=self._run.model, coupling=copy(self._coupling))
         if is_due:
-            with self._run.measuring(shows_metrics=not certificate.knows(layout)) as put_back:
-                measure = partial(certificate.measure, layout, inputs, num_fit, loss)
-                options = (put_back, self._run.gathers.has_exchanged, self._micro.scale)
-                self._judge(partial(measure, *options))
+            with self._run.measuring() as put_back:
+                options = (num_fit, loss, put_back, self._micro.scale)
+                self._judge(partial(certificate.measure, layout, inputs, *options))
             self._story.measured = certificate.known
             self._not_measured = certificate.did_not_fit
         with self._run.measuring() as put_back:
@@ -390,7 +391,7 @@ class Recovery:
             return
         probe = self._layout.probe(inputs, 1) if self._layout else inputs
         with run.measuring():
-            why = explain_never_final(run.model, partial(self._loss, probe, run.model))
+            why = explain_never_final(run.model, partial(self._loss, probe, None, run.model, None))
         if why:
             self._give_up(why)
         run.is_final = True
