@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map
 
 from trainer_plugins.inside.cheap import on_processor
 from trainer_plugins.inside.process import has_numbers
+from trainer_plugins.patched import Patches
 
 _MOST_FLOAT_BYTES = 4 << 10
 _MOST_INTEGER_BYTES = 4 << 20
@@ -198,22 +199,21 @@ def see_into_operators(values: Values) -> None:
 
     While the mode runs an operator, it does not see the calls of the operator's kernel.
     """
-    library: Any = torch.library.Library
-    implement = library.impl
 
-    @functools.wraps(implement)
-    def impl(self: Any, name: Any, kernel: Any, key: str = "", *args: Any, **kwargs: Any) -> Any:
-        if self.ns == "aten" or key not in _COMPUTES or not callable(kernel):
-            return implement(self, name, kernel, key, *args, **kwargs)
+    def impl(
+        implement: Any, library: Any, name: Any, kernel: Any, key: str = "", *args: Any, **kw: Any
+    ) -> Any:
+        if library.ns == "aten" or key not in _COMPUTES or not callable(kernel):
+            return implement(library, name, kernel, key, *args, **kw)
 
         @functools.wraps(kernel)
         def run_seen(*given: Any, **named: Any) -> Any:
             with values:
                 return kernel(*given, **named)
 
-        return implement(self, name, run_seen, key, *args, **kwargs)
+        return implement(library, name, run_seen, key, *args, **kw)
 
-    library.impl = impl
+    Patches().wrap(torch.library.Library, "impl", impl)
 
 
 def is_small(tensor: torch.Tensor) -> bool:

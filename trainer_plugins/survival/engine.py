@@ -12,6 +12,7 @@ alone, in which TRL's trainers generate, slice and count. Its invariants, and wh
 * If everything fits, nothing is copied, computed or waited for.
 """
 
+import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -131,7 +132,8 @@ class Engine:
         whole = Piece(dict(inputs), 1)
         micro = MicroBatch(whole, num_items, self._scale(num_items), run.start())
         run.ranks.begin(micro)
-        may_divide = _RECOVERIES[run.ranks.recovery].may_divide(run, micro)
+        limit, plans_together = run.memo.limit, run.ranks.forward_is_shared
+        may_divide = limit < math.inf and (plans_together or whole.num_cells > limit)
         recovery = _recovery(run, micro) if may_divide else None
         if recovery is None or recovery.plan() == 1:
             compute = partial(run.compute_loss, model, inputs, num_items)

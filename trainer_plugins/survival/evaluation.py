@@ -247,11 +247,10 @@ class Evaluation:
         elif num == 1:
             raise IndivisibleError("it holds only one example")
         weight = self._weight(layout, inputs, compute, before)
-        whole, whole_share = weight.weigh(inputs, num), family.share.weigh(inputs, num)
+        factor_of, share_of = weight.shares_of(inputs, num), family.share.shares_of(inputs, num)
 
         def work(part: Part) -> Result:
-            share = family.share.share(family.share.weigh(part.inputs, part.num), whole_share)
-            with self._gathers.piece(share, part.is_last):
+            with self._gathers.piece(share_of(part.inputs, part.num), part.is_last):
                 result = compute(part.inputs)
             self._attached.check_loss_of_part()
             if isinstance(result, tuple):
@@ -261,7 +260,7 @@ class Evaluation:
 
         results, nums = [], []
         for part, result in self._parts.each(layout, inputs, failures, before, work):
-            results.append((result, weight.share(weight.weigh(part.inputs, part.num), whole)))
+            results.append((result, factor_of(part.inputs, part.num)))
             nums.append(part.num)
             if not part.is_last:
                 before.begin_next()  # the metrics of the last part are those of the whole

@@ -42,13 +42,14 @@ class Piece:
         self, layout: Layout, sizes: list[int], weight: Weight, share: Weight
     ) -> list["Piece"]:
         """Divide it into parts of these sizes; drop a part of weight 0, which may have no mean."""
-        whole, whole_share = weight.weigh(self.inputs, self.num), share.weigh(self.inputs, self.num)
+        factor_of = weight.shares_of(self.inputs, self.num)
+        share_of = share.shares_of(self.inputs, self.num)
         parts, start = [], 0
         for num in sizes:
             inputs = layout.take(self.inputs, start, start + num)
-            factor = self.factor * weight.share(weight.weigh(inputs, num), whole)
+            factor = self.factor * factor_of(inputs, num)
             if factor or weight.is_finite:
-                part_share = self.share * share.share(share.weigh(inputs, num), whole_share)
+                part_share = self.share * share_of(inputs, num)
                 parts.append(Piece(inputs, num, factor, part_share, set(self.final)))
             start += num
         return parts

@@ -27,9 +27,7 @@ class Probe(NamedTuple):
         return sum(self.nums)
 
     def factors(self, weight: Weight) -> list[float]:
-        total = weight.weigh(self.whole, self.num)
-        pairs = zip(self.parts, self.nums, strict=True)
-        return [weight.share(weight.weigh(part, num), total) for part, num in pairs]
+        return [*map(weight.shares_of(self.whole, self.num), self.parts, self.nums)]
 
 
 class Measurement(NamedTuple):

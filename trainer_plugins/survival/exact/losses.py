@@ -51,6 +51,10 @@ def _unknown(why: str) -> NoFamily:
     return NoFamily(why, can_vouch=True)
 
 
+def _unclear(why: str, loss: str) -> NoFamily:
+    return _unknown(f"{why}, and it is unknown whether {loss} can be split")
+
+
 # Llama shifts its labels, XLM does not.
 _CAUSAL = Family(
     (Packed(), Rows()), (shares.SUM, shares.NEXT_TOKENS, shares.TOKENS), shares.NEXT_TOKENS
@@ -164,9 +168,7 @@ def _family_of(trainer: HfTrainer, compute_loss: Callable[..., Any]) -> Family |
         why = "its reward baseline is a mean over the micro-batch"
         return NoFamily(f"the loss of {type(trainer).__name__} cannot be split: {why}")
     if callable(trainer.compute_loss_func):  # TRL's GRPO passes a string as a marker
-        return _unknown(
-            "compute_loss_func is a custom loss, and it is unknown whether it can be split"
-        )
+        return _unclear("compute_loss_func is a custom loss", "it")
     # TRL's trainers have a second method of that name, which is the one to override.
     owner = next(c for c in kinds if vars(c).keys() & {"compute_loss", "_compute_loss"})
     library = owner.__module__.partition(".")[0]
@@ -201,16 +203,11 @@ def _family_of_model(trainer: HfTrainer) -> Family | NoFamily:
         return _SEEN_ROWS._replace(coupling=Seam(trainer, towers))
     owner = next(c for c in type(model).__mro__ if "forward" in vars(c))
     if not owner.__module__.startswith("transformers."):
-        return _unknown(
-            f"{owner.__name__}.forward is not that of transformers, and it is unknown whether"
-            " its loss can be split"
-        )
+        return _unclear(f"{owner.__name__}.forward is not that of transformers", "its loss")
     if "_loss_function" in vars(model):
-        return _unknown(
-            f"the loss_function of {kind} was replaced, and it is unknown whether it can be split"
-        )
+        return _unclear(f"the loss_function of {kind} was replaced", "it")
     if replaced := find_replaced_loss(trainer.model):
-        return _unknown(f"{replaced}, and it is unknown whether that loss can be split")
+        return _unclear(replaced, "that loss")
     if loss == "ForConditionalGeneration" and model.config.is_encoder_decoder:
         return _ALIGNED
     # Others of that name have labels instead, or search beams with a loss for each.
@@ -229,7 +226,7 @@ def _family_of_model(trainer: HfTrainer) -> Family | NoFamily:
 
 def _family_of_sft(trainer: HfTrainer) -> Family | NoFamily:
     if replaced := find_replaced_loss(trainer.model):
-        return _unknown(f"{replaced}, and it is unknown whether that loss can be split")
+        return _unclear(replaced, "that loss")
     # trl before 1.3 also averages entropy over prompts; with Liger there is an accuracy instead.
     share = _CAUSAL.share if trainer.args.use_liger_kernel else shares.ATTENDED_TOKENS
     return _CAUSAL._replace(share=share)

@@ -45,12 +45,13 @@ class Weight(NamedTuple):
     measure: Callable[[Inputs, int], float] | None
     is_finite: bool = False  # the loss of inputs with measure 0 is 0, not 0 / 0
 
-    def share(self, piece: float, whole: float) -> float:
-        return 1.0 if self.measure is None or whole == 0 else piece / whole
-
-    def weigh(self, inputs: Inputs, num: int) -> float:
-        """Measure inputs. This reads the device, so use it only for divided micro-batches."""
-        return 1.0 if self.measure is None else self.measure(inputs, num)
+    def shares_of(self, whole: Inputs, num: int) -> Callable[[Inputs, int], float]:
+        """Return a function that gives a part's share in the whole; both read the device."""
+        measure = self.measure
+        total = 0.0 if measure is None else measure(whole, num)
+        if measure is None or total == 0:
+            return lambda _, __: 1.0
+        return lambda part, num_of_part: measure(part, num_of_part) / total
 
 
 def labels_of(inputs: Inputs) -> torch.Tensor:

@@ -47,10 +47,6 @@ class PlannedPieces(Recovery):
             why = why or "those of another rank cannot"
             run.attached.say(report_not_attached([f"micro-batches cannot be split: {why}"]))
 
-    @classmethod
-    def may_divide(cls, run: TrainingRun, micro: MicroBatch) -> bool:
-        return not math.isinf(run.memo.limit)
-
     def measure(self) -> None:
         num = self._micro.whole.num if self._layout else 0
         if self._ranks.lowest(num) < 2 or self._layout is None:

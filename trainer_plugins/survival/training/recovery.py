@@ -65,11 +65,6 @@ class Recovery:
         num_retries = reading.num_alloc_retries if reading else 0
         run.memo.pace = Pace(too_much=ceiling, ceiling=ceiling, num_retries=num_retries)
 
-    @classmethod
-    def may_divide(cls, run: TrainingRun, micro: MicroBatch) -> bool:
-        limit = run.memo.limit
-        return limit < math.inf and micro.whole.num_cells > limit
-
     def _wrong_so_far(self) -> str:
         """Return an existing problem, such as a loss that `training_step` changed; else empty."""
         for micro in self._ranks.micros or [self._micro]:
