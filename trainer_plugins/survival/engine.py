@@ -250,10 +250,11 @@ class Engine:
         return run
 
     def _meet_first_batch(self, run: TrainingRun, inputs: Inputs, num_items: NumItems) -> None:
+        trainer = self._attached.trainer
         # The ranks are in contact if they just gathered the number of labels in the window.
-        is_met = self._attached.trainer.args.average_tokens_across_devices and num_items is not None
+        is_met = trainer.args.average_tokens_across_devices and num_items is not None
         # Callbacks that ran after ours at the start of the step may have set hooks.
-        reasons = [*hooks_of_gradients(self._attached.trainer.model), *run.ranks.late_refusals()]
+        reasons = [*hooks_of_gradients(trainer.model), *run.ranks.refusals(trainer)]
         if absent := run.ranks.absent(run.memo.roll_call, is_met=is_met):
             reasons.append(absent)
         if not isinstance(inputs, Mapping):

@@ -23,6 +23,7 @@ class Story:
     unit: str  # its examples, in the plural: "rows"
     has_tokens: bool
     failures: list[DidNotFit] = field(default_factory=list)
+    nums_tried: list[int] = field(default_factory=list)  # sizes that did not fit on this rank
     tried: str = ""  # the first size that did not fit: "8 rows (4096 tokens, including padding)"
     phase: str = ""  # the pass in which that happened: "forward" or "backward"
     pieces: list[int] = field(default_factory=list)  # their sizes, in order
@@ -42,6 +43,8 @@ class Story:
         if not self.failures:
             self.tried, self.phase = self.describe(piece), phase
         self.failures.append(failure)
+        if failure.is_here:
+            self.nums_tried.append(piece.num)
 
     def report_divided(self, whole: Piece, limit: str) -> Finding:
         return Finding.warning(

@@ -35,31 +35,19 @@ def create_states(optimizer: Any) -> str | None:
 
 
 def _step_of_nothing(optimizer: torch.optim.Optimizer) -> None:
-    groups = optimizer.param_groups
-    saved = [dict(group) for group in groups]
-    try:
-        for group in groups:
-            # Decay is 0 too: Adam and SGD add it to the gradient, and so to the moments.
-            group["params"], group["lr"], group["weight_decay"] = [], 0.0, 0.0
-        for group, whole in zip(groups, saved, strict=True):
-            for parameter in whole["params"]:
-                if parameter.requires_grad:
-                    _step_one(optimizer, group, parameter)
-            group["params"] = []
-    finally:
-        for group, whole in zip(groups, saved, strict=True):
-            group.update(whole)
+    kind: Any = type(optimizer)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                # Decay is 0 too: Adam and SGD add it to the gradient, and so to the moments.
+                one = {**group, "params": [parameter], "lr": 0.0, "weight_decay": 0.0}
+                before, parameter.grad = parameter.grad, torch.zeros_like(parameter)
+                try:
+                    another = kind([one])
+                    another.step()
+                finally:
+                    parameter.grad = before
+                optimizer.state.update(another.state)
     for state in optimizer.state.values():
         if torch.is_tensor(state.get("step")):
             state["step"].zero_()
-
-
-def _step_one(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.nn.Parameter
-) -> None:
-    before, parameter.grad = parameter.grad, torch.zeros_like(parameter)
-    group["params"] = [parameter]
-    try:
-        type(optimizer).step(optimizer)  # the instance's `step` may be wrapped, and count
-    finally:
-        parameter.grad = before

@@ -57,10 +57,6 @@ class Ranks(Exchanging):
         if kind != "NO":
             yield f"several processes ({kind}) are not supported yet"
 
-    def late_refusals(self) -> Iterator[str]:
-        """Return obstacles that a callback may have set since the run began."""
-        return iter(())
-
     @property
     def bare(self) -> nn.Module:
         """Return the model without its wrapper, if it can be computed that way."""

@@ -70,9 +70,6 @@ class DDP(Ranks):
         if not finishes_here():
             yield "a trial showed that this torch's DDP does not finish in pieces: please report it"
 
-    def late_refusals(self) -> Iterator[str]:
-        return _judge_settings(self.model)
-
     @property
     def bare(self) -> nn.Module:
         module: nn.Module = self.model.module

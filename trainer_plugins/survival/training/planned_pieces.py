@@ -92,8 +92,6 @@ class Replay(PlannedPieces):
         """Undo a failed attempt on every rank; `piece` is the one this rank tried meanwhile."""
         why_not = self._wrong_so_far() or self._why_whole
         self._story.note_failure(failure, piece, phase)
-        if failure.is_here:
-            self._tried.append(piece.num)
         if self._ranks.on_any(bool(why_not)):
             self._give_up(why_not or "another rank cannot continue, and logs why")
         self._ranks.clear()

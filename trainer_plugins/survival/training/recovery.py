@@ -54,7 +54,6 @@ class Recovery:
         self._has_looked = False  # rows were compared for this micro-batch
         self._moved: dict[str, Moved] | None = None  # changes made by the first piece
         self._added: list[Added] = []
-        self._tried: list[int] = []  # sizes of the failed attempts, in examples
         self._not_measured: list[tuple[int, int]] = []  # no room: examples, cells
 
     @classmethod
@@ -82,7 +81,6 @@ class Recovery:
         changed = start.mark.find_changed()
         why_not = self._ranks.note_failure(phase, changed) or self._wrong_so_far()
         self._story.note_failure(failure, piece, phase)
-        self._tried.append(piece.num)
         if why_not:
             self._give_up(why_not)
         start.snapshot.restore()
@@ -192,7 +190,7 @@ class Recovery:
 
     def _give_up(self, why: str) -> NoReturn:
         num_rows = self._attached.trainer.args.per_device_train_batch_size
-        least = min(self._tried, default=1)
+        least = min(self._story.nums_tried, default=1)
         remedy = suggest_else(
             is_divisible=num_rows > 1 and (self._layout is None or least > 1),
             is_checkpointing=is_checkpointing(self._run.model),
