@@ -11,6 +11,7 @@ MODEL = "transformers.modeling_utils"
 WHERE: dict[str, tuple[str, ...]] = {
     # Python
     "_Unpickler": ("pickle",),
+    "_slotnames": ("copyreg",),
     # safetensors
     "_TYPES": ("safetensors.torch",),
     # torch

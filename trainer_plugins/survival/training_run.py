@@ -1,7 +1,7 @@
 """Run: the state of one call of `trainer.train()`, shared by the engine and its recoveries."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,11 +125,10 @@ class TrainingRun:
     def measuring(self) -> Iterator[Callable[[], None]]:
         """Undo the draws and counts of a measurement, at its end and by the yielded call."""
         before = self.start().snapshot
+        # Intercepted code would not be compiled from then on.
+        eagerly = torch.compiler.set_stance("force_eager") if self.is_compiled else nullcontext()
         try:
-            with ExitStack() as stack:
-                if self.is_compiled:  # intercepted code would not be compiled from then on
-                    stack.enter_context(torch.compiler.set_stance("force_eager"))
-                stack.enter_context(self.gathers.apart())
+            with eagerly, self.gathers.apart():
                 yield before.put_back
         finally:
             before.restore()

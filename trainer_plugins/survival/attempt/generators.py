@@ -62,24 +62,13 @@ class Generators:
             self._module.set_rng_state(card, self._device)
 
 
-def draw_all(level: float) -> None:
-    """Make the next several hundred draws of Python and numpy equal this number in [0, 1)."""
-    words = np.full(_NUM_WORDS, _untemper(int(level * 2**32)), dtype=np.uint32)
+def draw_all(word: int) -> None:
+    """Make the next several hundred draws of Python and numpy equal.
+
+    `word` is the state of a Mersenne twister from which it draws that number.
+    """
+    words = np.full(_NUM_WORDS, word, dtype=np.uint32)
     random.setstate((random.Random.VERSION, (*words.tolist(), 0), None))
     numpys: Any = np.random
     if type(numpys.get_bit_generator()) is np.random.MT19937:
         np.random.set_state(("MT19937", words, 0, 0, 0.0))
-
-
-def _untemper(number: int) -> int:
-    """Return the state word from which a Mersenne twister produces this number."""
-    number ^= number >> 18
-    number ^= (number << 15) & 0xEFC60000
-    word = number
-    for _ in range(5):
-        word = number ^ ((word << 7) & 0x9D2C5680)
-    number = word & 0xFFFFFFFF
-    word = number
-    for _ in range(3):
-        word = number ^ (word >> 11)
-    return word

@@ -1,5 +1,6 @@
 """Holders: finds values that code outside libraries keeps between two calls, wherever they are."""
 
+import copyreg
 import inspect
 import io
 import types
@@ -203,7 +204,7 @@ def attributes_of(one: Any, path: str = "") -> Iterator[Holder]:
         return
     if hasattr(one, "__dict__"):
         yield _attributes(path, one, lambda: [*vars(one)])
-    if slots := _slots_of(one):
+    if slots := copyreg._slotnames(type(one)):  # type: ignore[attr-defined]
         yield _describe_slots(path, one, slots)
 
 
@@ -301,14 +302,6 @@ def _describe_slots(path: str, one: Any, names: list[str]) -> Holder:
                 put(one, name, value)
 
     return Holder(path, words, read, write, is_code=is_class)
-
-
-def _slots_of(one: object) -> list[str]:
-    found: list[str] = []
-    for kind in type(one).__mro__:
-        slots = vars(kind).get("__slots__", ())
-        found += [slots] if isinstance(slots, str) else slots
-    return [name for name in found if name not in ("__dict__", "__weakref__")]
 
 
 def is_consumed(one: object) -> bool:

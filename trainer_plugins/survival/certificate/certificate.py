@@ -144,12 +144,10 @@ class Certificate:
         except NotAdditiveError as error:
             self._refuse(kind, str(error))
             raise
-        if not told:  # nothing new: earlier results hold
-            self._next = self._computed + _SPARING * (comparison.cost or cells(inputs))
+        self._next = self._computed + _SPARING * (comparison.cost or cells(inputs))
+        # Without a result earlier ones hold; one example only joined the passes of the others.
+        if not told or layout.count(inputs) < 2:
             return
-        self._next = self._computed + _SPARING * comparison.cost
-        if layout.count(inputs) < 2:
-            return  # it only joined the others, and shows nothing of its own
         self._weights[layout.unit] = remaining
         self._kinds.add(kind)
         self._classes |= self.new_classes(inputs)
