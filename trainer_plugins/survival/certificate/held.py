@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,8 +17,6 @@ from trainer_plugins.survival.attempt.generators import pythons_and_numpys
 _GOLDEN = 0.6180339887498949
 
 _FAR = 4.0  # farthest normal number at a level, in standard deviations
-
-_POINT, _DEVIATIONS = "held point", "held deviations"  # added to the arguments of an operation
 
 _MOST_DIGITS = 64  # last digits between the numbers of rows: far below any tolerance
 
@@ -77,8 +75,8 @@ class HeldAt(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, level: float | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._point = _point if level is None else partial(torch.full_like, fill_value=level)
-        self._num_deviations = 1.0 if level is None else _FAR
+        self.point = _point if level is None else partial(torch.full_like, fill_value=level)
+        self.num_deviations = 1.0 if level is None else _FAR
 
     def __torch_dispatch__(
         self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: _Named | None = None
@@ -87,25 +85,12 @@ class HeldAt(TorchDispatchMode):  # type: ignore[no-untyped-call]
         schema = getattr(func, "_schema", None)
         if schema is None:
             return func(*args, **kwargs)
-        place = _place_of_dropout(func)
-        if place is not None:  # fused attention, forward and backward
-            if place < len(args):
-                args = (*args[:place], 0.0, *args[place + 1 :])
-            elif "dropout_p" in kwargs:
-                kwargs = {**kwargs, "dropout_p": 0.0}
-        result = func(*args, **kwargs)
-        fix = _FIXES.get(schema.name)
-        if fix is not None:
-            names = (argument.name for argument in schema.arguments)
-            named = dict(zip(names, args, strict=False)) | kwargs
-            return fix(result, {**named, _POINT: self._point, _DEVIATIONS: self._num_deviations})
-        return result
-
-
-@cache
-def _place_of_dropout(func: Any) -> int | None:
-    names = [argument.name for argument in func._schema.arguments]
-    return names.index("dropout_p") if "dropout_p" in names else None
+        names = (argument.name for argument in schema.arguments)
+        named = dict(zip(names, args, strict=False)) | kwargs
+        if named.get("dropout_p"):  # fused attention, forward and backward
+            return func(**{**named, "dropout_p": 0.0})
+        result, fix = func(*args, **kwargs), _FIXES.get(schema.name)
+        return result if fix is None else fix(result, named, self)
 
 
 def _point(like: torch.Tensor) -> torch.Tensor:
@@ -130,51 +115,51 @@ def _pick(named: _Named, *names: str) -> Any:
     return next((named[name] for name in names if named.get(name) is not None), None)
 
 
-def _uniform(result: torch.Tensor, named: _Named) -> torch.Tensor:
+def _uniform(result: torch.Tensor, named: _Named, held: HeldAt) -> torch.Tensor:
     low, high = named.get("from", 0.0), named.get("to", 1.0)
-    return result.copy_(low + (high - low) * named[_POINT](result))
+    return result.copy_(low + (high - low) * held.point(result))
 
 
-def _normal(result: torch.Tensor, named: _Named) -> torch.Tensor:
+def _normal(result: torch.Tensor, named: _Named, held: HeldAt) -> torch.Tensor:
     mean, std = named.get("mean", 0.0), named.get("std", 1.0)
-    return result.copy_(mean + named[_DEVIATIONS] * std * (2 * named[_POINT](result) - 1))
+    return result.copy_(mean + held.num_deviations * std * (2 * held.point(result) - 1))
 
 
-def _exponential(result: torch.Tensor, named: _Named) -> torch.Tensor:
-    return result.copy_(-torch.log1p(-named[_POINT](result)) / named.get("lambd", 1.0))
+def _exponential(result: torch.Tensor, named: _Named, held: HeldAt) -> torch.Tensor:
+    return result.copy_(-torch.log1p(-held.point(result)) / named.get("lambd", 1.0))
 
 
-def _bernoulli(result: torch.Tensor, named: _Named) -> torch.Tensor:
+def _bernoulli(result: torch.Tensor, named: _Named, held: HeldAt) -> torch.Tensor:
     p = _pick(named, "p")
     if p is None:
         p = named["self"] if result is not named["self"] else 0.5
-    if named[_DEVIATIONS] > 1:
-        return result.copy_(named[_POINT](torch.empty_like(result, dtype=torch.float32)) < p)
+    if held.num_deviations > 1:
+        return result.copy_(held.point(torch.empty_like(result, dtype=torch.float32)) < p)
     return result.copy_(p > 0) if torch.is_tensor(p) else result.fill_(p > 0)
 
 
 def _dropout(
-    result: tuple[torch.Tensor, torch.Tensor], named: _Named
+    result: tuple[torch.Tensor, torch.Tensor], named: _Named, _: HeldAt
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    _, mask = result
+    mask = result[1]
     if not named.get("train", True) or not 0 < named["p"] < 1:
         return result
     # Its backward multiplies by the mask and by this.
     return named["input"] / (1 - named["p"]), mask.fill_(True)
 
 
-def _integers(result: torch.Tensor, named: _Named) -> torch.Tensor:
+def _integers(result: torch.Tensor, named: _Named, held: HeldAt) -> torch.Tensor:
     low, high = _pick(named, "low", "from") or 0, _pick(named, "high", "to")
-    part = float(named[_POINT](torch.empty(())))
+    part = float(held.point(torch.empty(())))
     return result.fill_(low if high is None else low + int((high - low) * part))
 
 
-def _likeliest(result: torch.Tensor, named: _Named) -> torch.Tensor:
+def _likeliest(result: torch.Tensor, named: _Named, _: HeldAt) -> torch.Tensor:
     most = named["self"].topk(min(named["num_samples"], named["self"].size(-1))).indices
     return result.copy_(most[..., :1].expand_as(result) if named.get("replacement") else most)
 
 
-_Fix = Callable[[Any, _Named], object]
+_Fix = Callable[[Any, _Named, HeldAt], object]
 _BY_FIX: dict[_Fix, tuple[str, ...]] = {
     _uniform: ("rand", "rand_like", "uniform", "uniform_"),
     _normal: ("randn", "randn_like", "normal", "normal_", "normal_functional"),
@@ -183,7 +168,7 @@ _BY_FIX: dict[_Fix, tuple[str, ...]] = {
     _dropout: ("native_dropout",),
     _integers: ("randint", "randint_like", "random", "random_"),
     # Not in order: otherwise code that mixes each row with a drawn one would mix it with itself.
-    lambda result, _: result.copy_(torch.arange(len(result)).roll(1)): ("randperm",),
+    lambda result, *_: result.copy_(torch.arange(len(result)).roll(1)): ("randperm",),
     _likeliest: ("multinomial",),
 }
 _FIXES: dict[str, _Fix] = {f"aten::{name}": fix for fix, names in _BY_FIX.items() for name in names}
