@@ -284,10 +284,9 @@ class Comparison:
                 scale = factor * self.scale
                 return self.ranks.gradient(lambda: self.loss(some, whole) * scale, self.parameters)
             return attempt(lambda: self._value(some, whole))
-        except torch.OutOfMemoryError:
+        except self.ranks.fatal:
             raise
         except Exception as error:  # the model's own error, at a size it never meets in training
-            self.ranks.part_failed(error)
             raise IndivisibleError(part_raised(error)) from error
 
     def _value(self, some: Inputs, whole: Divided | None) -> _Measured:

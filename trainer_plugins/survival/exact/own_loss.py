@@ -5,7 +5,6 @@ measurement may miss. A user's `compute_loss` may only call a library's, as LLaM
 axolotl do: we watch each call, and do not divide a loss that did not come from the library.
 """
 
-import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -111,12 +110,11 @@ class Delegation:
             self._parameters[model] = tuple(model.parameters())
         before = GradientMark(self._parameters[model])
         calls: list[_Call] = []
-        compute_loss: Any = vars(self._known)["compute_loss"]
-        signature = inspect.signature(compute_loss)
 
-        @functools.wraps(compute_loss)
-        def compute_watched(trainer: HfTrainer, *args: Any, **kwargs: Any) -> Any:
-            got = signature.bind(trainer, *args, **kwargs).arguments
+        def compute_watched(
+            compute_loss: Callable[..., Any], trainer: HfTrainer, *args: Any, **kwargs: Any
+        ) -> Any:
+            got = inspect.signature(compute_loss).bind(trainer, *args, **kwargs).arguments
             is_same = (
                 got["model"] is model
                 and _is_same(got["inputs"], given)
@@ -128,7 +126,7 @@ class Delegation:
             return result
 
         with Patches(keeps_later=True) as patches:  # `super()` looks nowhere else
-            patches.set(self._known, "compute_loss", compute_watched)
+            patches.wrap(self._known, "compute_loss", compute_watched)
             result = self.original(model, inputs, **options)
         is_changed = any(_num_changes(value) != version for value, version in given.values())
         why = _explain_refusal(calls, _loss(result), is_changed or bool(before.find_changed()))

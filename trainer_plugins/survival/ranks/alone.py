@@ -41,6 +41,7 @@ class Ranks(Exchanging):
     forward_is_shared = False  # other ranks take part in each forward pass, and measure together
     passes_twice = True  # rows may pass without gradients before the pieces
     keeps_gradients = True  # those that a failed pass has finished
+    fatal: type[Exception] = torch.OutOfMemoryError  # errors in a measurement that end the run
     micros: list[MicroBatch]  # those of this step, if ranks recompute them after a failure
     tiny: Callable[[], object]  # runs a pass over a few tokens of this micro-batch
     apart: Callable[[], AbstractContextManager[object]]  # passes inside exchange no metrics
@@ -86,9 +87,6 @@ class Ranks(Exchanging):
     def note_failure(self, phase: str, changed: set[nn.Parameter]) -> str:
         """Record an attempt that did not fit; return why the run cannot go on, empty if it can."""
         return ""
-
-    def part_failed(self, error: Exception) -> None:
-        """Record an error raised by a part, or re-raise it if other ranks would wait."""
 
     @contextmanager
     def piece(self, is_last: bool) -> Iterator[nn.Module]:

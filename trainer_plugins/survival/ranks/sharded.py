@@ -39,6 +39,7 @@ class Sharded(Together):
 
     passes_twice = False
     keeps_gradients = False
+    fatal = Exception  # other ranks would wait
     recovery = HowToRecover.AGAIN
     wrapper: type  # class of the models that this version of FSDP shards
 
@@ -78,9 +79,6 @@ class Sharded(Together):
         # A rank that failed does not know the shape of the others' exchange, so they vote.
         self._is_spoilt = self._is_spoilt or self.on_any(self.is_finishing)
         return not self._is_spoilt
-
-    def part_failed(self, error: Exception) -> None:
-        raise error
 
     def begin(self, micro: MicroBatch) -> None:
         if self._step != self.trainer.state.global_step:
