@@ -249,18 +249,17 @@ class Evaluation:
         weight = self._weight(layout, inputs, compute, before)
         factor_of, share_of = weight.shares_of(inputs, num), family.share.shares_of(inputs, num)
 
-        def work(part: Part) -> Result:
+        def work(part: Part) -> tuple[torch.Tensor, Outputs | None]:
             with self._gathers.piece(share_of(part.inputs, part.num), part.is_last):
                 result = compute(part.inputs)
             self._attached.check_loss_of_part()
-            if isinstance(result, tuple):
-                loss, outputs = result
-                return loss, self._select_kept(outputs)
-            return result
+            if not isinstance(result, tuple):
+                return result, None
+            return result[0], self._select_kept(result[1])
 
         results, nums = [], []
-        for part, result in self._parts.each(layout, inputs, failures, before, work):
-            results.append((result, factor_of(part.inputs, part.num)))
+        for part, (loss, outputs) in self._parts.each(layout, inputs, failures, before, work):
+            results.append((loss, outputs, factor_of(part.inputs, part.num)))
             nums.append(part.num)
             if not part.is_last:
                 before.begin_next()  # the metrics of the last part are those of the whole
@@ -319,13 +318,10 @@ class Evaluation:
         return certificate.weight(layout, kind)
 
 
-def _join(layout: Layout, results: list[tuple[Result, float]]) -> Result:
-    losses = [result[0] if isinstance(result, tuple) else result for result, _ in results]
+def _join(layout: Layout, results: list[tuple[torch.Tensor, Outputs | None, float]]) -> Result:
     # Skip parts with no weight: a mean over no token is not a number.
-    loss: Any = sum(
-        loss * factor for loss, (_, factor) in zip(losses, results, strict=True) if factor
-    )
-    outputs = [result[1] for result, _ in results if isinstance(result, tuple)]
+    loss: Any = sum(loss * factor for loss, _, factor in results if factor)
+    outputs = [one for _, one, _ in results if one is not None]
     if not outputs:
         return torch.as_tensor(loss)
     joined = {name: _join_values(layout, [one[name] for one in outputs]) for name in outputs[0]}

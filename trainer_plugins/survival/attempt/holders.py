@@ -236,10 +236,9 @@ def _describe_code(path: str, one: object) -> Iterator[Holder]:
         yield from _describe_function(path, one)
         return
     for kind in filter(is_of_project, type(one).__mro__):
-        held = dict(vars(kind))
-        yield Holder(path, "", partial(dict, {n: v for n, v in held.items() if is_code(v)}))
-        names = [n for n, v in held.items() if not is_code(v) and not n.startswith("__")]
-        if names:
+        code = {n: v for n, v in vars(kind).items() if is_code(v)}
+        yield Holder(path, "", code.copy)
+        if names := [n for n in vars(kind) if n not in code and not n.startswith("__")]:
             yield _describe_slots(path, kind, names)
 
 
@@ -253,8 +252,7 @@ def _describe_function(path: str, one: types.FunctionType) -> Iterator[Holder]:
     name = one.__name__
     given = dict(enumerate(one.__defaults__ or ())) | (one.__kwdefaults__ or {})
     if given:
-        words = f"a default of {name}"
-        yield Holder(path, words, partial(dict, given), is_items=True, is_code=True)
+        yield Holder(path, f"a default of {name}", given.copy, is_items=True, is_code=True)
     if vars(one):
         yield _attributes(path, one, lambda: [*vars(one)], is_code=True)
     if one.__closure__:
@@ -263,9 +261,9 @@ def _describe_function(path: str, one: types.FunctionType) -> Iterator[Holder]:
     if is_of_project(one):
         known = one.__globals__
         used = {n: known[n] for n in names_in(one.__code__) if n in known}
-        yield Holder("", "", partial(dict, {n: v for n, v in used.items() if is_code(v)}))
-        names = used.keys() - {n for n, v in used.items() if is_code(v)}
-        if names:
+        code = {n: v for n, v in used.items() if is_code(v)}
+        yield Holder("", "", code.copy)
+        if names := used.keys() - code.keys():
             words = f"a global variable of {one.__module__}"
             yield describe_mapping("", words, known, lambda: names & known.keys(), is_code=True)
 
