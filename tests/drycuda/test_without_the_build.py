@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from tests import processes
 from trainer_plugins.allocator.model import AllocatorRules
@@ -19,6 +20,7 @@ from trainer_plugins.drycuda import unavailable_reason
 from trainer_plugins.drycuda.cuda_build import fetch, site_with_cuda
 from trainer_plugins.drycuda.smallest import smallest_room
 from trainer_plugins.inside.start import _compile_later
+from trainer_plugins.inside.values import Values, see_into_operators
 from trainer_plugins.snapshot.cards import Event, Segment, SnapshotCard
 from trainer_plugins.units import MIB
 
@@ -99,6 +101,25 @@ def test_what_is_marked_to_be_compiled_is_when_it_is_called_first() -> None:
     assert made == [{}, {}, {"dynamic": False}], "once each"
     mark(torch.nn.Identity())
     assert len(made) == 4
+
+
+@pytest.mark.parametrize("key", [("CompositeExplicitAutograd",), ()], ids=["by place", "by name"])
+def test_values_are_computed_inside_an_operator_however_it_is_registered(monkeypatch, key) -> None:
+    monkeypatch.setattr(torch.library.Library, "impl", torch.library.Library.impl)
+    values, modes = Values(), []
+    see_into_operators(values)
+
+    def double(x: torch.Tensor) -> torch.Tensor:
+        modes.append(_get_current_dispatch_mode())
+        return 2 * x
+
+    library = torch.library.Library(f"seen_inside_{len(key)}", "FRAGMENT")
+    library.define("double(Tensor x) -> Tensor")
+    library.impl(
+        "double", double, *key, **{} if key else {"dispatch_key": "CompositeExplicitAutograd"}
+    )
+    made = getattr(torch.ops, f"seen_inside_{len(key)}").double(torch.ones(1))
+    assert (made.item(), modes) == (2, [values])
 
 
 def test_another_system_is_named(monkeypatch) -> None:

@@ -201,17 +201,17 @@ def see_into_operators(values: Values) -> None:
     """
 
     def impl(
-        implement: Any, library: Any, name: Any, kernel: Any, key: str = "", *args: Any, **kw: Any
+        implement: Any, library: Any, op_name: Any, fn: Any, dispatch_key: str = "", **kwargs: Any
     ) -> Any:
-        if library.ns == "aten" or key not in _COMPUTES or not callable(kernel):
-            return implement(library, name, kernel, key, *args, **kw)
+        if library.ns == "aten" or dispatch_key not in _COMPUTES or not callable(fn):
+            return implement(library, op_name, fn, dispatch_key, **kwargs)
 
-        @functools.wraps(kernel)
+        @functools.wraps(fn)
         def run_seen(*given: Any, **named: Any) -> Any:
             with values:
-                return kernel(*given, **named)
+                return fn(*given, **named)
 
-        return implement(library, name, run_seen, key, *args, **kw)
+        return implement(library, op_name, run_seen, dispatch_key, **kwargs)
 
     Patches().wrap(torch.library.Library, "impl", impl)
 
