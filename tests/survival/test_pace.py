@@ -12,8 +12,7 @@ from tests.events import at
 from tests.models import tiny_llama, token_rows
 from tests.survival.failing import small_trainer
 from trainer_plugins import survive_oom
-from trainer_plugins.survival.limit.halving import lower, sizes
-from trainer_plugins.survival.limit.limit import Pace
+from trainer_plugins.survival.limit.limit import Pace, lower, sizes
 from trainer_plugins.survival.memo import SurvivalMemo
 from trainer_plugins.units import MIB
 

@@ -21,8 +21,7 @@ from trainer_plugins.survival.exact.gathers import Exchanging, Gathers
 from trainer_plugins.survival.exact.layouts import Layout, find_layout
 from trainer_plugins.survival.exact.losses import Family, NoFamily
 from trainer_plugins.survival.exact.shares import Batch, IndivisibleError, Inputs, NumItems, Weight
-from trainer_plugins.survival.limit.halving import lower, sizes
-from trainer_plugins.survival.limit.limit import cells
+from trainer_plugins.survival.limit.limit import cells, lower, sizes
 from trainer_plugins.survival.memo import memo_of
 from trainer_plugins.survival.ranks import kind_of
 from trainer_plugins.survival.ranks.alone import Ranks

@@ -13,8 +13,7 @@ from torch import nn
 from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.survival.attempt.attempt import DidNotFit, Release, attempt, card_of
 from trainer_plugins.survival.exact.gathers import Exchanging
-from trainer_plugins.survival.limit.halving import most
-from trainer_plugins.survival.limit.limit import SLACK, read_allowed_bytes
+from trainer_plugins.survival.limit.limit import SLACK, most, read_allowed_bytes
 from trainer_plugins.survival.micro_batch import MicroBatch
 from trainer_plugins.units import MIB
 from trainer_plugins.upkeep.agreement import Agreement, RollCall

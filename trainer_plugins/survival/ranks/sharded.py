@@ -23,7 +23,7 @@ from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.survival.attempt.attempt import DID_NOT_FIT_ELSEWHERE, DidNotFit, Release
 from trainer_plugins.survival.attempt.state import RestorePoint
 from trainer_plugins.survival.exact.shares import IndivisibleError
-from trainer_plugins.survival.limit.halving import most
+from trainer_plugins.survival.limit.limit import most
 from trainer_plugins.survival.micro_batch import MicroBatch
 from trainer_plugins.survival.ranks.alone import Compute, Gradient, HowToRecover, Loss, Together
 from trainer_plugins.survival.ranks.ledger import Ledger

@@ -25,8 +25,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.survival.attempt.attempt import DidNotFit, card_of
-from trainer_plugins.survival.limit.halving import most
-from trainer_plugins.survival.limit.limit import SLACK, predict_peak, read_allowed_bytes
+from trainer_plugins.survival.limit.limit import SLACK, most, predict_peak, read_allowed_bytes
 from trainer_plugins.survival.ranks.alone import Compute, Gradient, HowToRecover, Loss, Together
 from trainer_plugins.upkeep.agreement import ranks_store
 

@@ -15,7 +15,7 @@ import torch
 
 from trainer_plugins.survival.attempt.attempt import DidNotFit
 from trainer_plugins.survival.exact.shares import IndivisibleError, Inputs, NumItems
-from trainer_plugins.survival.limit.halving import even
+from trainer_plugins.survival.limit.limit import even
 from trainer_plugins.survival.micro_batch import MicroBatch, Piece, Start
 from trainer_plugins.survival.training.recovery import Recovery
 from trainer_plugins.survival.training_run import TrainingRun

@@ -21,9 +21,8 @@ from trainer_plugins.survival.exact.coupled import ROW, Coupling, Divided
 from trainer_plugins.survival.exact.finality import explain_never_final, frozen
 from trainer_plugins.survival.exact.layouts import Layout, Rows
 from trainer_plugins.survival.exact.shares import IndivisibleError, Inputs, NumItems, Weight
-from trainer_plugins.survival.limit.halving import lower, num_that_fit, sizes
 from trainer_plugins.survival.limit.ladder import CHECKPOINTING
-from trainer_plugins.survival.limit.limit import Pace, has_tokens
+from trainer_plugins.survival.limit.limit import Pace, has_tokens, lower, num_that_fit, sizes
 from trainer_plugins.survival.micro_batch import Added, MicroBatch, Piece, Start
 from trainer_plugins.survival.training_run import TrainingRun
 from trainer_plugins.survival.words import Story, part_raised, report_doubt, suggest_else
