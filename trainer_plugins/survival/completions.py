@@ -81,10 +81,8 @@ class DividedCompletions:
         if torch.is_grad_enabled():  # called by the loss, which is divided with its micro-batch
             return original(model, ids, mask, num_kept, batch_size, **kw)
         most, failures = min(batch_size or len(ids), self._most_scored or len(ids)), list[Any]()
-        while True:
-            scored = attempt(partial(original, model, ids, mask, num_kept, most, **kw))
-            if not isinstance(scored, DidNotFit):
-                break
+        score = partial(original, model, ids, mask, num_kept, **kw)
+        while isinstance(scored := attempt(partial(score, most)), DidNotFit):
             most = self._most_scored = _fewer(min(most, len(ids)), scored, "one row")
             failures.append(scored)
         if failures:

@@ -297,14 +297,12 @@ def explain_not_divided(moved: Iterable[Moved]) -> str:
 
 
 def explain_rows_differ(
-    first: Mapping[str, Moved], other: Mapping[str, Moved], overwritten: Iterable[str]
+    first: Mapping[str, Moved], other: Mapping[str, Moved], overwritten: Container[str]
 ) -> str:
     """Return why passes over different rows changed a model differently; empty if they did not."""
-    for key in (other.keys() | first.keys()) - set(overwritten):
+    for key, moved in {**first, **other}.items():
         one, two = first.get(key), other.get(key)
-        if not is_same(one and one.value, two and two.value):
-            moved = two or one
-            assert moved is not None
+        if key not in overwritten and not is_same(one and one.value, two and two.value):
             return f"each pass changes {moved.words} depending on its rows"
     return ""
 

@@ -85,11 +85,9 @@ class _Rehearsal:
         self.num = self._layout.count(self._inputs)
 
     def find(self) -> tuple[int, list[str]]:
-        run, climbed = self._run, []
-        num_fit = self._most()
-        while not num_fit and (rung := run.memo.climb(run.attached.ladder, run.model)):
+        run, ladder, climbed = self._run, self._run.attached.ladder, list[str]()
+        while not (num_fit := self._most()) and (rung := run.memo.climb(ladder, run.model)):
             climbed.append(rung)
-            num_fit = self._most()
         return num_fit, climbed
 
     def cells(self, num: float) -> int:
