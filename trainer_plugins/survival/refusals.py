@@ -12,6 +12,7 @@ from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.survival.attempt.users_code import names_in
 from trainer_plugins.survival.exact.finality import hooks_of_gradients
 from trainer_plugins.survival.exact.losses import Family, NoFamily
+from trainer_plugins.survival.exact.seam import Seam
 from trainer_plugins.survival.ranks import kind_of
 from trainer_plugins.wrapped import base_model, compiles
 
@@ -31,8 +32,7 @@ def refusals(trainer: HfTrainer, family: Family | NoFamily) -> list[str]:
         *_step_without_compute_loss(trainer),
         *_rivals(trainer),
     ]
-    coupling = family.coupling if isinstance(family, Family) else None
-    if coupling is not None and coupling.sees_all:
+    if isinstance(family, Family) and isinstance(family.coupling, Seam):
         if not kind_of(trainer).passes_twice:
             reasons.append(_NOT_TWICE)
         if compiles(trainer.model):

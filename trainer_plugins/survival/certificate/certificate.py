@@ -23,6 +23,7 @@ from trainer_plugins.survival.exact.finality import (
 from trainer_plugins.survival.exact.gathers import Gathers
 from trainer_plugins.survival.exact.layouts import Layout
 from trainer_plugins.survival.exact.losses import Family
+from trainer_plugins.survival.exact.seam import Seam
 from trainer_plugins.survival.exact.shares import (
     IGNORED,
     WITHOUT_LABELS,
@@ -179,8 +180,8 @@ class Certificate:
         """
         if self._ranks.forward_is_shared or not self._has_own_code:
             return
-        coupling, ranks, state = self._family.coupling, self._ranks, self.full_state()
-        sees_all = coupling is not None and coupling.sees_all
+        ranks, state = self._ranks, self.full_state()
+        sees_all = isinstance(self._family.coupling, Seam)
         neighbours = Neighbours(
             ranks.bare, ranks.device, sees_all, lambda some: loss(some, None), state, put_back
         )

@@ -26,17 +26,9 @@ class Divided(NamedTuple):
 class Coupling:
     """Computes the loss of a part so that the losses of all parts add up to that of the whole."""
 
-    sees_all = False  # the loss code receives all rows, whatever the part
-
-    def prepare(self, compute: Compute, whole: Divided) -> None:
-        """Compute the facts that these parts need about each other."""
-
     def loss(self, compute: Compute, part: Inputs, whole: Divided) -> torch.Tensor:
         """Compute the loss of a part; `compute` returns the loss of inputs on their own."""
         raise NotImplementedError
-
-    def forget(self) -> None:
-        """Release everything kept for a micro-batch."""
 
 
 @dataclass(frozen=True)

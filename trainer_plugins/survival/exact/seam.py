@@ -35,9 +35,7 @@ class _SeamCall:
 
 
 class Seam(Coupling):
-    """Modules through which rows pass independently, in a loss that compares rows."""
-
-    sees_all = True
+    """Modules through which rows pass independently, in a loss that compares rows: it sees all."""
 
     def __init__(self, trainer: Any, modules: Iterable[nn.Module]) -> None:
         self._trainer, self._modules = trainer, list(modules)
@@ -71,6 +69,7 @@ class Seam(Coupling):
         return loss - (1 - len(rows) / len(whole.inputs[ROW])) * loss.detach()
 
     def forget(self) -> None:
+        """Release everything kept for a micro-batch."""
         self._whole, self._calls, self._passed = None, [], set()
 
     @contextmanager

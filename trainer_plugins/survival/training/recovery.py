@@ -20,6 +20,7 @@ from trainer_plugins.survival.certificate.comparison import report_no_room
 from trainer_plugins.survival.exact.coupled import ROW, Coupling, Divided
 from trainer_plugins.survival.exact.finality import explain_never_final, frozen
 from trainer_plugins.survival.exact.layouts import Layout, Rows
+from trainer_plugins.survival.exact.seam import Seam
 from trainer_plugins.survival.exact.shares import IndivisibleError, Inputs, NumItems, Weight
 from trainer_plugins.survival.limit.ladder import CHECKPOINTING
 from trainer_plugins.survival.limit.limit import Pace, has_tokens, lower, num_that_fit, sizes
@@ -44,8 +45,8 @@ class Recovery:
             self._why_whole = str(error)
         micro.whole.num = self._layout.count(inputs) if self._layout else 1
         self._coupling = self._attached.family.coupling
-        self._sees_all = self._coupling is not None and self._coupling.sees_all
-        if self._sees_all and isinstance(self._layout, Rows) and ROW not in inputs:
+        self._seam = self._coupling if isinstance(self._coupling, Seam) else None
+        if self._seam is not None and isinstance(self._layout, Rows) and ROW not in inputs:
             num_rows = micro.whole.num * self._layout.per_example
             micro.whole.inputs = {**inputs, ROW: [*range(num_rows)]}
         self._story = Story(self._layout.unit if self._layout else "examples", has_tokens(inputs))
@@ -125,8 +126,8 @@ class Recovery:
             self._note_computed(piece)
             if queue:  # the metrics of the last piece are those of the whole
                 self._micro.start.snapshot.begin_next()
-        if self._coupling is not None:
-            self._coupling.forget()
+        if self._seam is not None:
+            self._seam.forget()
         self._ranks.finish()
         self._tell()
         assert total is not None
@@ -203,7 +204,7 @@ class Recovery:
         run, is_part = self._run, piece is not self._micro.whole
         parts = tuple(one.inputs for one in (piece, *others)) if is_part else ()
         divided = Divided(self._micro.whole.inputs, parts)
-        sees_all = is_part and self._sees_all
+        sees_all = is_part and self._seam is not None
         if sees_all:
             self._prepare(divided)
         # Freeze first, so that the parameters' shadows (`ddp.py`) are frozen too.
@@ -233,7 +234,7 @@ class Recovery:
 
     def _prepare(self, divided: Divided) -> None:
         """Pass parts without gradients, and exchange metrics, which are those of the whole."""
-        assert self._coupling is not None
+        assert self._seam is not None
         run = self._run
         with (
             self._ranks.first_pass() as model,
@@ -241,7 +242,7 @@ class Recovery:
             run.gathers.piece(1.0, True, is_idle=True),
         ):
             compute = partial(run.compute_loss, model, num_items=self._micro.num_items)
-            self._coupling.prepare(compute, divided)
+            self._seam.prepare(compute, divided)
         self._micro.start.snapshot.begin_next()
 
     def _first_pieces(self) -> list[Piece]:
