@@ -23,16 +23,8 @@ class Divided(NamedTuple):
     parts: tuple[Inputs, ...]
 
 
-class Coupling:
-    """Computes the loss of a part so that the losses of all parts add up to that of the whole."""
-
-    def loss(self, compute: Compute, part: Inputs, whole: Divided) -> torch.Tensor:
-        """Compute the loss of a part; `compute` returns the loss of inputs on their own."""
-        raise NotImplementedError
-
-
 @dataclass(frozen=True)
-class TwoMeans(Coupling):
+class TwoMeans:
     """A loss that adds a mean over tokens to a mean over rows, such as ORPO's."""
 
     # We scale the mean over tokens by the part's tokens per row, divided by the whole's. The whole
@@ -44,6 +36,7 @@ class TwoMeans(Coupling):
     scale: Callable[[float], AbstractContextManager[object]]
 
     def loss(self, compute: Compute, part: Inputs, whole: Divided) -> torch.Tensor:
+        """Compute the loss of a part; `compute` returns the loss of inputs on their own."""
         of_whole = self._count_per_row(whole.inputs)
         with self.scale(self._count_per_row(part) / of_whole if of_whole else 1.0):
             return compute(part)

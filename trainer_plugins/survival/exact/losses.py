@@ -15,7 +15,7 @@ from trainer_plugins.oldest import too_old
 from trainer_plugins.survival.exact import coupled, shares
 from trainer_plugins.survival.exact.layouts import Completions, Layout, Packed, Pairs, Rows
 from trainer_plugins.survival.exact.own_loss import find_owner, find_replaced_loss
-from trainer_plugins.survival.exact.seam import Seam
+from trainer_plugins.survival.exact.seam import Coupling, Seam
 from trainer_plugins.wrapped import base_model
 
 
@@ -25,7 +25,7 @@ class Family(NamedTuple):
     layouts: tuple[Layout, ...]  # possible arrangements of examples, tried in order
     weights: tuple[shares.Weight, ...]  # candidates, between which a measurement decides
     share: shares.Weight  # the weight for averaging logged metrics over pieces
-    coupling: coupled.Coupling | None = None  # how a part depends on the whole
+    coupling: Coupling | None = None  # how a part depends on the whole
     is_vouched: bool = False  # the user says that the loss is of one of these kinds
     delegated_to: type | None = None  # the user's `compute_loss` may only call this one's
 

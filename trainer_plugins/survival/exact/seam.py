@@ -18,7 +18,7 @@ from torch import nn
 
 from trainer_plugins.patched import Patches
 from trainer_plugins.survival.attempt.generators import Generators
-from trainer_plugins.survival.exact.coupled import ROW, Compute, Coupling, Divided
+from trainer_plugins.survival.exact.coupled import ROW, Compute, Divided, TwoMeans
 from trainer_plugins.survival.exact.finality import frozen
 from trainer_plugins.survival.exact.shares import IndivisibleError, Inputs
 from trainer_plugins.wrapped import tensors_in
@@ -34,7 +34,7 @@ class _SeamCall:
     after: Generators | None = None
 
 
-class Seam(Coupling):
+class Seam:
     """Modules through which rows pass independently, in a loss that compares rows: it sees all."""
 
     def __init__(self, trainer: Any, modules: Iterable[nn.Module]) -> None:
@@ -131,6 +131,9 @@ class Seam(Coupling):
         places = tuple(row + column * num for column in range(num_each) for row in rows)
         outputs = forward(*_take(args, places, num), **_take(options, places, num))
         return _join(kept, outputs, places, num * num_each)
+
+
+Coupling = TwoMeans | Seam  # makes the losses of parts add up to that of the whole
 
 
 def _places(part: Inputs, whole: Inputs) -> _Rows:
