@@ -153,6 +153,15 @@ def test_main_memory_has_a_verdict_of_its_own(tmp_path: Path):
     assert "t4 (14.56 GiB): no contiguous 2.0 MiB free, in the" in verdict(in_pieces)
 
 
+def test_a_search_looks_at_main_memory_too(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(SMALL_GPT2))
+    done = plan(*("--model", str(tmp_path), "--seq-length", "64", "--gpu", "t4", "--search"),
+                "--per_device_train_batch_size", "1", "--host-memory", "2MiB")  # fmt: skip
+    assert done.exit_code == 3, done.output
+    assert done.stdout.startswith("Nothing fits in main memory, not even the smallest micro-batch")
+    assert "with checkpointing, 64 tokens: main memory is short" in done.stderr
+
+
 @pytest.mark.all
 def test_what_a_card_has_to_spare_is_without_the_cache_that_it_releases(tmp_path: Path):
     """What a card without a limit reserves is more than a full one: that is no shortage."""

@@ -222,7 +222,7 @@ def _assumptions(seen: Mapping[str, Any], run: DryRun) -> Iterator[str]:
         yield f"only rank 0 of {world_size} ran; the other ranks are assumed to behave like it"
     yield from seen["notes"]
     if run.of_config is not None and (name := source_of(run.of_config).config.get(SHAPE_OF)):
-        yield f"{name} has the shape that this package lists: its config.json is not on this machine"
+        yield f"{name} has the shape that this package lists: its config.json is not here"
     if _cards(seen):
         yield _ONE_RUN
     if run.card != NO_CARD:

@@ -42,7 +42,7 @@ class RunOptions:
 
     model: str | None = option(
         MOST_USED,
-        "A config.json, its folder, or org/name in the local hub cache or of a known model.",
+        "A config.json, its folder, org/name in the local hub cache, or a known model's name.",
     )
     from_hub: bool = switch(_MODEL, "Download the config.json of --model org/name.")
     dtype: str | None = option(

@@ -17,8 +17,8 @@ KNOWN_ERROR_IF_QUANTISED = 0.144
 
 
 def is_safe(plan: MemoryPlan) -> bool:
-    """Return whether the run fits even with the largest known error of a plan."""
-    return (plan.margin_bytes or 0) >= error_bytes(plan)
+    """Return whether the run fits, in main memory too, even with the largest known error."""
+    return plan.host_shortage is None and (plan.margin_bytes or 0) >= error_bytes(plan)
 
 
 def error_bytes(plan: MemoryPlan) -> int:

@@ -50,7 +50,10 @@ def search_report(result: SearchResult) -> RenderableType:
         parts.append(Text(f"Best on {card}: {line_in_words(result.best)}", style="bold green"))
         parts += map(Text, _to_copy(result.best))
     else:
-        words = f"Nothing fits on {card}, not even the smallest micro-batch"
+        place = f"on {card}"
+        if all(line.margin_bytes >= 0 for line in result.lines):
+            place = "in main memory"
+        words = f"Nothing fits {place}, not even the smallest micro-batch"
         parts.append(Text(words, style="bold red"))
     heading = f"The largest micro-batch that fits, at {rows}{cards}"
     parts += [Text(heading, style="bold"), lines_table(result.lines, result.best)]
@@ -89,7 +92,8 @@ def line_in_words(line: SearchLine) -> str:
     checkpointing = "with" if line.gradient_checkpointing else "without"
     begin = f"{checkpointing} checkpointing, {line.sequence_length} tokens"
     if not line.fits:
-        return f"{begin}: {size(-line.margin_bytes)} short with a micro-batch of {line.micro_batch}"
+        short = "main memory is" if line.margin_bytes >= 0 else f"{size(-line.margin_bytes)}"
+        return f"{begin}: {short} short with a micro-batch of {line.micro_batch}"
     steps = f"{line.micro_batch} x {line.accumulation_steps} rows"
     return f"{begin}: {steps} fit, {size(line.margin_bytes)} to spare"
 
