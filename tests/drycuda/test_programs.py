@@ -29,6 +29,21 @@ args.save_strategy, args.eval_on_start = args.eval_strategy, True
 trainer = Own(callbacks=[EarlyStoppingCallback()], model""",
 ).replace(").train()", ")\nprint(trainer.evaluate())\ntrainer.train()")
 
+_METRICS = TRAINS.replace(
+    ").train()",
+    """, compute_metrics=precision).train()""",
+).replace(
+    "model = Auto",
+    """
+def precision(outputs):
+    return {"precision": 1 / int((outputs.predictions.argmax(-1) == 1).sum())}
+
+model = Auto""",
+).replace(
+    "eval_strategy=",
+    'save_strategy="epoch", load_best_model_at_end=True, metric_for_best_model="precision", eval_strategy=',
+)  # fmt: skip
+
 _EXPERTS: dict[str, Any] = {
     **CONFIG,
     "model_type": "qwen3_moe",
@@ -110,6 +125,15 @@ def test_an_evaluation_comes_first_and_a_callback_may_stop(tmp_path: Path) -> No
     cut = [line for line in plan.assumptions if "an evaluation of 32 of 512 rows" in line]
     assert len(cut) == 1
     assert not any("perhaps not the longest" in line for line in plan.assumptions)
+
+
+def test_metrics_may_fail_on_outputs_that_mean_nothing(tmp_path: Path) -> None:
+    plan = plan_of(place(tmp_path, _METRICS), "--gpu", "24GiB")
+    assert {"evaluation", "save"} <= set(plan.moments)
+    failed = (
+        "compute_metrics failed, perhaps on the meaningless outputs: ZeroDivisionError: division"
+    )
+    assert any(line.startswith(failed) for line in plan.assumptions)
 
 
 def test_every_expert_gets_its_share(tmp_path: Path) -> None:

@@ -79,6 +79,8 @@ def fit(
     say = partial(print, "trainer-plugins exec --fit:", file=answer, flush=True)
     with interrupt_by_any_signal():
         variations = Variations(asked, partial(print, file=sys.stderr, flush=True))
+        if missed := variations.plan.planned.get("missed"):
+            say(f"{missed}: the program has not come to it")
         if variations.fits:
             spare = size(variations.plan.margin_bytes or 0)
             say(f"the run fits as it is, with {spare} to spare")

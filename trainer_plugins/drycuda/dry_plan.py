@@ -170,6 +170,9 @@ def _describe_training(seen: Mapping[str, Any], run: DryRun) -> dict[str, str]:
         f" {count_in_words(num_ranks, 'rank')}",
         "command": shlex.join(run.command),
         **({"quantised": "its base"} if seen["is_quantised"] else {}),
+        **(
+            {"missed": f"the training in {seen['missed']} is not counted"} if seen["missed"] else {}
+        ),
         **({"card": run.card.guess} if run.card.guess else {}),
     }
 
@@ -223,6 +226,8 @@ def _assumptions(seen: Mapping[str, Any], run: DryRun) -> Iterator[str]:
     yield from seen["notes"]
     if run.of_config is not None and (name := source_of(run.of_config).config.get(SHAPE_OF)):
         yield f"{name} has the shape that this package lists: its config.json is not here"
+    if seen["missed"]:
+        yield f"the program has not come to the training in {seen['missed']}"
     if _cards(seen):
         yield _ONE_RUN
     if run.card != NO_CARD:

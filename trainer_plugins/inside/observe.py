@@ -4,7 +4,7 @@ A few training steps on the longest rows, one evaluation and one save contain ev
 determines memory. `TRAINER_PLUGINS_DRY_STEPS` sets how many steps; if unset, programs run in full.
 """
 
-import dis
+import atexit
 import functools
 import gc
 import json
@@ -14,8 +14,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import psutil
@@ -25,9 +23,10 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from trainer_plugins.accumulation.effect import judge_accumulation
 from trainer_plugins.inside import alone
+from trainer_plugins.inside.later import find_later_training
 from trainer_plugins.inside.named import Namer, count_parameters
 from trainer_plugins.inside.process import host_peak, say
-from trainer_plugins.inside.seen import MOST_EVENTS, Seen, write
+from trainer_plugins.inside.seen import MOST_EVENTS, Seen, write, write_results
 from trainer_plugins.patched import Patches
 
 _RESUMES = "TRAINER_PLUGINS_DRY_RESUMES"  # set if a process only resumes another's checkpoint
@@ -38,7 +37,13 @@ its tensors (ProcessGroupNCCL.cpp, kWatchdogThreadSleepMillis).
 """
 
 _GOES_ON_TIMES = 3
-"""A program with another training to come may run this many times longer than it has so far."""
+"""A program with other trainings to come may run this many times longer than up to the first."""
+
+_OF_THE_FULLEST = (
+    *("arguments", "accumulation", "rows", "tokens", "why_whole", "is_quantised", "model"),
+    *("num_parameters", "num_trainable_parameters"),
+)
+"""Facts of the training that takes most memory, if a program has several."""
 
 _Peaks = list[tuple[int, int]]  # per card: allocated and reserved bytes
 _load: list[tuple[int, _Peaks]] = []  # when the first pass began, and the peaks until then
@@ -112,12 +117,12 @@ def watch_trainers() -> None:
         return
     from transformers import Trainer
 
-    from trainer_plugins.inside.shortened import evaluate_few_rows
+    from trainer_plugins.inside.shortened import evaluate_few_rows, prepare_trial
 
     has_card: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     if not has_card:  # else objects kept alive might be on the card
         gc.freeze()  # accelerate collects often, and imports leave no garbage
-    train, notes, waiting = Trainer.train, list[str](), list[threading.Timer]()
+    train, notes, waiting = Trainer.train, list[str](), _Waiting()
     evaluate_few_rows(notes)
 
     @functools.wraps(train)
@@ -126,22 +131,19 @@ def watch_trainers() -> None:
             raise RuntimeError(
                 f"the Trainer trains on {self.args.device}, not on a GPU: drop use_cpu"
             )
-        if waiting:
-            waiting.pop().cancel()
+        waiting.interrupt(self.args.world_size)
+        if (trial := kwargs.get("trial")) is not None:
+            prepare_trial(self, trial)
         observer = _Observer(self, notes)
         try:
             result = observer.run(functools.partial(train, self))
         except torch.OutOfMemoryError:
             observer.write(died=True)
             raise
-        later = _later_training(sys._getframe(1))
-        observer.write(*[f"the program has not come to the training in {later}"] * bool(later))
-        if later:
+        later = find_later_training(sys._getframe(1))
+        observer.write(missed=later or "")
+        if later and waiting.begin():
             say(f"the program continues, up to the training in {later}")
-            seconds = _GOES_ON_TIMES * (time.time() - psutil.Process().create_time())
-            waiting.append(threading.Timer(seconds, os._exit, (0,)))
-            waiting[0].daemon = True
-            waiting[0].start()
             return result
         say("everything is measured: the program ends here")
         sys.stdout.flush()
@@ -151,20 +153,40 @@ def watch_trainers() -> None:
     Trainer.train = train_watched
 
 
-def _later_training(frame: FrameType | None) -> str | None:
-    """Return where a function on the stack will call another `train`; None if nowhere.
+class _Waiting:
+    """Lets a program continue to its next training, for a limited time in all."""
 
-    A model's `train` counts too: the program then continues for a while.
-    """
-    while frame is not None:
-        for each in dis.get_instructions(frame.f_code):
-            is_later = each.offset > frame.f_lasti and each.argval == "train"
-            if is_later and each.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-                place = getattr(each, "positions", None)  # not in Python 3.10
-                line = place.lineno if place else ""
-                return f"{Path(frame.f_code.co_filename).name}:{line}"
-        frame = frame.f_back
-    return None
+    def __init__(self) -> None:
+        self._end = 0.0  # in seconds since 1970
+        self._timer: threading.Timer | None = None
+
+    def begin(self) -> bool:
+        """End the program when the time is over; return whether there is time left."""
+        now = time.time()
+        if not self._end:
+            self._end = now + _GOES_ON_TIMES * (now - psutil.Process().create_time())
+            atexit.register(_miss_nothing)
+        if now >= self._end:
+            return False
+        self._timer = threading.Timer(self._end - now, os._exit, (0,))
+        self._timer.daemon = True
+        self._timer.start()
+        return True
+
+    def interrupt(self, num_ranks: int) -> None:
+        """Let a training run to its end; of several ranks none may wait for one that has ended."""
+        if self._timer is not None and num_ranks == 1:
+            self._timer.cancel()
+
+
+def _miss_nothing() -> None:
+    """Record that a program came to its end without another training, if no error ended it."""
+    if _Observer.last is not None and not hasattr(sys, "last_value"):
+        _Observer.last.miss_nothing()
+
+
+def _find_peak(moments: dict[str, _Peaks]) -> int:
+    return max((allocated for peaks in moments.values() for allocated, _ in peaks), default=0)
 
 
 def _moments_of_first_rank(trainer: Any) -> list[str]:
@@ -210,11 +232,13 @@ class _Observer:
         self._namer: Any = Namer(trainer)
         self._is_saved = _RESUMES in os.environ
         self._trainers = [type(trainer).__name__]
+        self._peak_before = 0
         if (before := _Observer.last) is not None:
             self._seen.moments, self._seen.names = before._seen.moments, before._seen.names
             self._seen.host = before._seen.host
             self._seen.began = [*before._seen.began, (before._ended, "load")]
-            self._trainers = [*before._trainers, *self._trainers]
+            self._peak_before = _find_peak(before._seen.moments)
+            self._trainers = [*before._trainers[-1:], *self._trainers]
 
     def run(self, train: Callable[[], object]) -> object:
         """Train; then evaluate, save and resume, as the arguments request."""
@@ -279,10 +303,10 @@ class _Observer:
 
         Patches().wrap(trainer, "training_step", training_step)
 
-    def write(self, *notes: str, died: bool = False) -> None:
+    def write(self, *, died: bool = False, missed: str = "") -> None:
         self._close()
         seen, trainer = self._seen, self._trainer
-        seen.died, seen.notes = died, list(dict.fromkeys([*seen.notes, *notes]))
+        seen.died, seen.missed, seen.notes = died, missed, list(dict.fromkeys(seen.notes))
         if self is not _Observer.last:
             seen.num_parameters, seen.num_trainable_parameters = count_parameters(trainer.model)
             seen.world_size, seen.rank = trainer.args.world_size, trainer.args.process_index
@@ -294,10 +318,18 @@ class _Observer:
             seen.trainer = ", then by ".join(self._trainers)
             if "streamed" in about:
                 seen.streamed = asdict(about["streamed"]())
+            if _Observer.last is not None and self._peak_before >= _find_peak(seen.moments):
+                for name in _OF_THE_FULLEST:
+                    setattr(seen, name, getattr(_Observer.last._seen, name))
             self._ended = time.time_ns() // 1000
             self._trainer = self._namer = None  # the program may be done with it
             _Observer.last = self
         write(seen)
+
+    def miss_nothing(self) -> None:
+        """Write the results again, without a training to come."""
+        self._seen.missed = ""
+        write_results(self._seen)
 
     def _watch_moments(self) -> None:
         trainer = self._trainer
@@ -321,7 +353,7 @@ class _Observer:
         """Make a method a moment; after a backward pass comes the optimizer step."""
 
         def around(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            if self is _Observer.last:  # belongs to an earlier training
+            if self._namer is None:  # belongs to an earlier training
                 return method(*args, **kwargs)
             outer = self._moment
             if moment == "forward":

@@ -58,6 +58,7 @@ class Seen:
     outside_bytes: list[int] = field(default_factory=list)
     # why survival would never divide batches in training or evaluation; empty if it would
     why_whole: dict[str, list[str]] = field(default_factory=dict)
+    missed: str = ""  # where the program would have trained again, had it come so far
     is_quantised: bool = False
     model: str = ""
     trainer: str = ""
@@ -92,6 +93,12 @@ def write(seen: Seen) -> None:
     _leave_out_the_dry_run(snapshot)
     with (folder / f"snapshot-{seen.rank}.pickle").open("wb") as file:
         pickle.dump(snapshot, file)
+    write_results(seen)
+
+
+def write_results(seen: Seen) -> None:
+    """Write the results of a process alone."""
+    folder = Path(os.environ["TRAINER_PLUGINS_DRYCUDA"])
     draft = folder / f"seen-{seen.rank}.draft"
     draft.write_text(json.dumps(asdict(seen), default=str))
     draft.rename(folder / f"seen-{seen.rank}.json")

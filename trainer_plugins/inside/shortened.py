@@ -3,10 +3,12 @@
 Other requests of a program to its Trainer, such as an evaluation before training, are short too.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
+import torch
 from torch.utils.data import IterableDataset, Subset
 from transformers import Trainer, TrainerCallback
 
@@ -57,14 +59,45 @@ def evaluate_few_rows(notes: list[str]) -> None:
     def load_test(load: Callable[..., Any], trainer: Any, test_dataset: Any) -> Any:
         return load(trainer, _first(trainer.args, test_dataset, notes))
 
+    def forgive_metrics(loop: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        with Patches() as patches:
+            patches.wrap(trainer, "compute_metrics", functools.partial(_forgive, trainer, notes))
+            return loop(trainer, *args, **kwargs)
+
+    Patches().wrap(Trainer, "evaluation_loop", forgive_metrics)
     Patches().wrap(Trainer, "get_eval_dataloader", load_evaluation)
     Patches().wrap(Trainer, "get_test_dataloader", load_test)
+
+
+def _forgive(trainer: Any, notes: list[str], compute: Any, *args: Any, **kwargs: Any) -> Any:
+    """Compute metrics, and record an error as a note: it may come from meaningless outputs."""
+    try:
+        return compute(*args, **kwargs)
+    except Exception as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        words = " ".join(f"{type(error).__name__}: {error}".split())
+        notes.append(f"compute_metrics failed, perhaps on the meaningless outputs: {words}")
+        best = trainer.args.metric_for_best_model
+        return {best.removeprefix("eval_"): 0.0} if best else {}
+
+
+def prepare_trial(trainer: Any, trial: Any) -> None:
+    """Apply the arguments of a search's trial, and create its model, before `train` would."""
+    kind = type(trainer)
+    kind._hp_search_setup(trainer, trial)
+    trainer._train_batch_size = trainer.args.train_batch_size
+    trainer.model = kind.call_model_init(trainer, trial)
+    trainer._hp_search_setup = lambda _: None
+    trainer.call_model_init = lambda *_: trainer.model
 
 
 def take_the_longest_rows(trainer: Any, notes: list[str]) -> None:
     """Make every batch the longest rows of the data set, if its order may be changed."""
     if "get_train_dataloader" in vars(trainer):
         return  # `of_request` provides the batches
+    if getattr(vars(trainer).get("_get_train_sampler"), "func", None) is _keep_order:
+        del trainer._get_train_sampler  # of an earlier training
     sampler = trainer._get_train_sampler()
     if sampler is not None and not type(sampler).__module__.startswith(_HAVE_NO_ORDER):
         notes.append(f"{type(trainer).__name__} chose the rows, perhaps not the longest")
@@ -77,7 +110,11 @@ def take_the_longest_rows(trainer: Any, notes: list[str]) -> None:
     num = trainer.args.max_steps * trainer.args.gradient_accumulation_steps
     batch = (chosen * rows)[:rows]
     order = batch * (num * trainer.args.world_size)
-    trainer._get_train_sampler = lambda *_: order
+    trainer._get_train_sampler = functools.partial(_keep_order, order)
+
+
+def _keep_order(order: list[int], *_: object) -> list[int]:
+    return order
 
 
 def _first(args: Any, data: Any, notes: list[str]) -> Any:

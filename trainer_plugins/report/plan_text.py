@@ -20,6 +20,7 @@ from trainer_plugins.units import MIB, count_in_words, percent, size
 
 _MUCH_MAIN_MEMORY = 4 << 30  # a change that takes this much more says so
 _SHOWN = ("batch", "length", "dtype", "checkpointing", "card")  # the parts of `planned` to show
+_LIMITS = ("cut", "missed")  # its parts that limit the verdict
 _SHOWN_BYTES = MIB / 20  # smaller sizes would show as 0.0 MiB
 WHEN: Mapping[Moment, str] = {
     "load": "while loading",
@@ -86,7 +87,7 @@ def verdict(plan: MemoryPlan) -> str:
     said = _verdict_of_card(plan)
     if plan.host_shortage is not None and plan.fits_card is not False:
         said = f"Does not fit in main memory. It {said[0].lower()}{said[1:]}"
-    return f"{said}; {plan.planned['cut']}" if "cut" in plan.planned else said
+    return "; ".join([said, *(plan.planned[each] for each in _LIMITS if each in plan.planned)])
 
 
 def _verdict_of_card(plan: MemoryPlan) -> str:
