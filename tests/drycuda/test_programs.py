@@ -136,6 +136,22 @@ def test_metrics_may_fail_on_outputs_that_mean_nothing(tmp_path: Path) -> None:
     assert any(line.startswith(failed) for line in plan.assumptions)
 
 
+def test_a_check_of_a_loss_that_means_nothing_is_told_so(tmp_path: Path) -> None:
+    diverged = """
+class Own(Trainer):
+    def compute_loss(self, *args, **kwargs):
+        loss = super().compute_loss(*args, **kwargs)
+        assert loss > 1e-6, "the loss collapsed"
+        return loss
+"""
+    script = TRAINS.replace("Trainer(model=", f"{diverged}\nOwn(model=")
+    done = typed(place(tmp_path, script), "--gpu", "24GiB", *TRAIN)
+    assert done.returncode == 2
+    last = done.stderr.splitlines()[-1]
+    assert "exited with code 1 in its training: AssertionError: the loss collapsed -- " in last
+    assert last.endswith("skip a check of them where os.environ has TRAINER_PLUGINS_DRYCUDA")
+
+
 def test_every_expert_gets_its_share(tmp_path: Path) -> None:
     """The code of transformers that takes expert by expert: each that is hit has a gradient."""
     script = TRAINS.replace(

@@ -48,12 +48,29 @@ trainer.hyperparameter_search(n_trials=2, backend="optuna", hp_space=lambda tria
 """
 
 
+_HALVES = """
+while True:
+    try:
+        Trainer(model=model, args=args, train_dataset=rows, data_collator=padded).train()
+        break
+    except torch.OutOfMemoryError:
+        args.per_device_train_batch_size //= 2
+"""
+
+
 @pytest.mark.parametrize("program", _PROGRAMS)
 def test_every_training_of_a_program_counts(tmp_path: Path, program: str) -> None:
     plan = plan_of(place(tmp_path, _TRAINING + _PROGRAMS[program]), "--gpu", "24GiB")
     assert plan.planned["batch"].startswith("4 rows at once of 512 tokens"), "the fullest one"
     assert verdict(plan).endswith("to spare, in the backward pass")
     assert not any("not come to" in line for line in plan.assumptions)
+
+
+def test_a_program_that_halves_its_batch_itself_is_planned_with_that_batch(tmp_path: Path) -> None:
+    plan = plan_of(place(tmp_path, _TRAINING + _HALVES), "--gpu", "2100MiB")
+    assert plan.fits
+    assert plan.planned["batch"].startswith("2 rows at once of 512 tokens")
+    assert any("ran out of memory 1 times and continued" in line for line in plan.not_reliable)
 
 
 def test_every_trial_of_a_search_counts_with_its_arguments(tmp_path: Path) -> None:

@@ -45,6 +45,12 @@ _LONGEST_SECONDS = 7 * 24 * 3600
 _LAST_LINES = 12
 _CAUSE = "Original error: "  # bitsandbytes' prefix for the reason why a library cannot be loaded
 
+_OF_TRAINING = "in train_watched"  # a line of a traceback: a function of inside/observe.py
+_NO_NUMBERS = (
+    " -- losses, outputs and generated texts mean nothing on a dry card: skip a check of them where"
+    " os.environ has TRAINER_PLUGINS_DRYCUDA"
+)
+
 _ERROR = re.compile(r"(?:^|\]: )(?!\S*(?:ChildFailed|CalledProcess))[\w.]*(?:Error|Exception)\b")
 """The line of an exception, also behind torchrun's rank."""
 
@@ -272,8 +278,10 @@ def _never_trained(code: int, log: Path, tell: Callable[[str], None]) -> str:
             ": plans cover training by transformers' Trainer; other programs run on dry cards"
             " with `python -m trainer_plugins.drycuda`"
         )
-    last += explain_refusal("\n".join(lines))
-    return f"the command exited with code {code} before a Trainer had trained{last}"
+    refused = explain_refusal("\n".join(lines))
+    if code > 0 and any(_OF_TRAINING in line for line in lines):
+        return f"the command exited with code {code} in its training{last}{refused or _NO_NUMBERS}"
+    return f"the command exited with code {code} before a Trainer had trained{last}{refused}"
 
 
 def _smallest(

@@ -237,7 +237,8 @@ class _Observer:
             self._seen.moments, self._seen.names = before._seen.moments, before._seen.names
             self._seen.host = before._seen.host
             self._seen.began = [*before._seen.began, (before._ended, "load")]
-            self._peak_before = _find_peak(before._seen.moments)
+            # A training that ran out of memory is one that the program has replaced.
+            self._peak_before = 0 if before._seen.died else _find_peak(before._seen.moments)
             self._trainers = [*before._trainers[-1:], *self._trainers]
 
     def run(self, train: Callable[[], object]) -> object:
@@ -318,9 +319,10 @@ class _Observer:
             seen.trainer = ", then by ".join(self._trainers)
             if "streamed" in about:
                 seen.streamed = asdict(about["streamed"]())
-            if _Observer.last is not None and self._peak_before >= _find_peak(seen.moments):
+            before = _Observer.last
+            if before is not None and self._peak_before >= _find_peak(seen.moments):
                 for name in _OF_THE_FULLEST:
-                    setattr(seen, name, getattr(_Observer.last._seen, name))
+                    setattr(seen, name, getattr(before._seen, name))
             self._ended = time.time_ns() // 1000
             self._trainer = self._namer = None  # the program may be done with it
             _Observer.last = self
