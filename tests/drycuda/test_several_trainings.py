@@ -22,6 +22,16 @@ def fold(rows):
 _PROGRAMS = {
     "a loop": f"{_FOLD}\nfor part in (rows[:8], rows):\n    fold(part)\n",
     "a function called twice": f"{_FOLD}\nfold(rows)\nfold(rows[:8])\n",
+    "processes": """
+import subprocess
+if len(sys.argv) == 3:
+    for num in ("64", "8"):
+        subprocess.run([sys.executable, *sys.argv, "1", num], check=True)
+else:
+    Trainer(
+        model=model, args=args, train_dataset=rows[: int(sys.argv[4])], data_collator=padded
+    ).train()
+""",
     "a method": f"""{_FOLD}
 class Stages:
     def first(self): fold(rows[:8])

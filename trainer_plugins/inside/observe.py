@@ -26,7 +26,7 @@ from trainer_plugins.inside import alone
 from trainer_plugins.inside.later import find_later_training
 from trainer_plugins.inside.named import Namer, count_parameters
 from trainer_plugins.inside.process import host_peak, say
-from trainer_plugins.inside.seen import MOST_EVENTS, Seen, write, write_results
+from trainer_plugins.inside.seen import MOST_EVENTS, Seen, find_peak, write, write_results
 from trainer_plugins.patched import Patches
 
 _RESUMES = "TRAINER_PLUGINS_DRY_RESUMES"  # set if a process only resumes another's checkpoint
@@ -185,10 +185,6 @@ def _miss_nothing() -> None:
         _Observer.last.miss_nothing()
 
 
-def _find_peak(moments: dict[str, _Peaks]) -> int:
-    return max((allocated for peaks in moments.values() for allocated, _ in peaks), default=0)
-
-
 def _moments_of_first_rank(trainer: Any) -> list[str]:
     """Return the moments in which rank 0 loads or gathers more main memory than other ranks."""
     state = trainer.accelerator.state
@@ -238,7 +234,7 @@ class _Observer:
             self._seen.host = before._seen.host
             self._seen.began = [*before._seen.began, (before._ended, "load")]
             # A training that ran out of memory is one that the program has replaced.
-            self._peak_before = 0 if before._seen.died else _find_peak(before._seen.moments)
+            self._peak_before = 0 if before._seen.died else find_peak(before._seen.moments)
             self._trainers = [*before._trainers[-1:], *self._trainers]
 
     def run(self, train: Callable[[], object]) -> object:
@@ -320,7 +316,7 @@ class _Observer:
             if "streamed" in about:
                 seen.streamed = asdict(about["streamed"]())
             before = _Observer.last
-            if before is not None and self._peak_before >= _find_peak(seen.moments):
+            if before is not None and self._peak_before >= find_peak(seen.moments):
                 for name in _OF_THE_FULLEST:
                     setattr(seen, name, getattr(before._seen, name))
             self._ended = time.time_ns() // 1000

@@ -27,6 +27,7 @@ MOST_EVENTS = 1_000_000
 class Seen:
     """The results of one process. Sizes in bytes; lists are by card."""
 
+    pid: int = field(default_factory=os.getpid)
     # the allocated and the reserved peak of each moment
     moments: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
     arguments: dict[str, object] = field(default_factory=dict)
@@ -74,8 +75,26 @@ class Seen:
     names: list[tuple[int, dict[int, tuple[str, str]]]] = field(default_factory=list)
 
 
+def find_peak(moments: Mapping[str, list[tuple[int, int]]]) -> int:
+    """Return the most bytes that were allocated on one card."""
+    return max((allocated for peaks in moments.values() for allocated, _ in peaks), default=0)
+
+
+def _is_less(seen: Seen, folder: Path) -> bool:
+    """Return whether another process, whose training came before, has taken more memory."""
+    path = folder / f"seen-{seen.rank}.json"
+    if seen.died or not path.exists():
+        return False
+    other = json.loads(path.read_text())
+    is_another = other["pid"] != seen.pid and not other["died"]
+    return is_another and find_peak(other["moments"]) >= find_peak(seen.moments)
+
+
 def write(seen: Seen) -> None:
-    """Write the results of a process, and a snapshot of the allocator."""
+    """Write the results of a process, and a snapshot of the allocator.
+
+    If a program trains in several processes, one after the other, those of the fullest stay.
+    """
     stats = [torch.cuda.memory_stats(index) for index in range(torch.cuda.device_count())]
     seen.num_ooms = sum(each.get("num_ooms", 0) for each in stats)
     seen.num_retries = sum(each.get("num_alloc_retries", 0) for each in stats)
@@ -85,6 +104,8 @@ def write(seen: Seen) -> None:
         if name in sys.modules:
             seen.versions[name] = sys.modules[name].__version__
     folder = Path(os.environ["TRAINER_PLUGINS_DRYCUDA"])
+    if _is_less(seen, folder):
+        return
     snapshot = torch.cuda.memory._snapshot()
     if max(map(len, snapshot["device_traces"])) >= MOST_EVENTS:
         seen.notes.append(
@@ -99,6 +120,8 @@ def write(seen: Seen) -> None:
 def write_results(seen: Seen) -> None:
     """Write the results of a process alone."""
     folder = Path(os.environ["TRAINER_PLUGINS_DRYCUDA"])
+    if _is_less(seen, folder):
+        return
     draft = folder / f"seen-{seen.rank}.draft"
     draft.write_text(json.dumps(asdict(seen), default=str))
     draft.rename(folder / f"seen-{seen.rank}.json")
