@@ -14,8 +14,9 @@ from transformers import Seq2SeqTrainer
 from trainer_plugins.advice import SMALLER_EVAL_BATCH, Door
 from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
-from trainer_plugins.survival.attempt.holders import Roots, find_loss_roots
-from trainer_plugins.survival.attempt.state import RestorePoint, State, roots_of_state
+from trainer_plugins.survival.attempt.holders import Roots
+from trainer_plugins.survival.attempt.roots import find_loss_roots, roots_of_state
+from trainer_plugins.survival.attempt.state import RestorePoint, State
 from trainer_plugins.survival.certificate.certificate import Certificate, batch_kind
 from trainer_plugins.survival.exact.gathers import Exchanging, Gathers
 from trainer_plugins.survival.exact.layouts import Layout, find_layout

@@ -11,12 +11,12 @@ from torch import nn
 from trainer_plugins.finding import Finding
 from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.survival.attempt.attempt import judge_left_over
-from trainer_plugins.survival.attempt.holders import Roots, find_loss_roots
+from trainer_plugins.survival.attempt.holders import Roots
+from trainer_plugins.survival.attempt.roots import find_loss_roots, roots_of_state
 from trainer_plugins.survival.attempt.state import (
     RestorePoint,
     State,
     explain_not_divided,
-    roots_of_state,
 )
 from trainer_plugins.survival.attempt.users_code import is_users_function
 from trainer_plugins.survival.certificate.certificate import Certificate
@@ -101,7 +101,7 @@ class TrainingRun:
             self._roots, self._loss_roots = self._roots.join(self._loss_roots), Roots({}, ())
         self.certificate = Certificate(self.ranks, self.gathers, attached.family, self._roots)
         # Listing takes milliseconds, so do it once. Recovery notices if the list becomes wrong.
-        self._parameters = tuple(model.parameters())
+        self.parameters = self._list_parameters()
 
     def start(self) -> Start:
         return Start(
@@ -111,7 +111,7 @@ class TrainingRun:
                 notes=self.certificate.notes,
                 loss=State(self._loss_roots),
             ),
-            GradientMark(self._parameters if self.ranks.keeps_gradients else ()),
+            GradientMark(self.parameters if self.ranks.keeps_gradients else ()),
             self.card.read_allocated_bytes(),
         )
 
@@ -197,7 +197,10 @@ class TrainingRun:
         self.attached.backward(loss)
 
     def has_exchanged_parameters(self) -> bool:
-        return [id(p) for p in self._parameters] != [id(p) for p in self.model.parameters()]
+        return [*map(id, self.parameters)] != [*map(id, self._list_parameters())]
+
+    def _list_parameters(self) -> tuple[nn.Parameter, ...]:
+        return (*self.model.parameters(), *self.ranks.find_outside())
 
     def refuse_what_moves(self) -> bool:
         """Refuse, once, a run in which a pass forbids splitting; return whether it is refused."""

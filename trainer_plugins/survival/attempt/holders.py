@@ -1,7 +1,6 @@
 """Holders: finds values that code outside libraries keeps between two calls, wherever they are."""
 
 import copyreg
-import inspect
 import io
 import types
 from collections import deque
@@ -17,7 +16,6 @@ from torch import nn
 
 from trainer_plugins.draws import find_draws
 from trainer_plugins.survival.attempt.users_code import (
-    is_users_function,
     is_users_object,
     module_of,
     names_in,
@@ -74,9 +72,12 @@ class Roots(NamedTuple):
 
     objects: Mapping[str, object]
     code: tuple[Holder, ...] | None = None  # None: search for it, which takes longer
+    apart: Mapping[str, nn.Module] = types.MappingProxyType({})  # modules that are not the model's
 
     def join(self, others: "Roots") -> "Roots":
-        return Roots({**self.objects, **others.objects}, (*(self.code or ()), *(others.code or ())))
+        code = (*(self.code or ()), *(others.code or ()))
+        apart = {**self.apart, **others.apart}
+        return Roots({**self.objects, **others.objects}, code, apart)
 
 
 def walk(roots: Roots) -> Iterator[tuple[Holder, Contents]]:
@@ -145,34 +146,6 @@ def is_open(one: object) -> bool:
     home = module_of(type(one))
     is_given = home.startswith("torch.utils.data") or home.partition(".")[0] in _OPEN
     return is_given or is_users_object(one)
-
-
-def find_code(objects: Mapping[str, object]) -> tuple[Holder, ...]:
-    """Find the places that the code of these objects keeps: it never changes, so search once."""
-    return tuple(
-        holder
-        for holder, contents in walk(Roots(objects))
-        if holder.is_code and not all(map(is_code, contents.values()))
-    )
-
-
-def find_loss_roots(trainer: Any) -> Roots:
-    """Find what a user's loss keeps, such as metrics: on its Trainer, or where its code does."""
-    names, waiting = set[str](), ["compute_loss"]
-    functions: dict[str, object] = {}
-    while waiting:
-        name = waiting.pop()
-        for kind in type(trainer).__mro__:
-            function = inspect.unwrap(vars(kind).get(name))  # type: ignore[arg-type]
-            if isinstance(function, types.FunctionType) and is_users_function(function):
-                functions[f"{kind.__name__}.{name}"] = function
-                waiting.extend({*names_in(function.__code__)} - names)
-                names.update(waiting)
-    given = {"compute_loss_func": trainer.compute_loss_func}
-    objects = given if callable(trainer.compute_loss_func) else {}  # TRL's marker is a string
-    words, own = f"an attribute of {type(trainer).__name__}", vars(trainer)
-    held = describe_mapping("trainer", words, own, lambda: [name for name in own if name in names])
-    return Roots(objects, (held, *find_code({**functions, **objects})))
 
 
 def _holders(path: str, one: Any, *, is_root: bool) -> Iterator[Holder]:

@@ -3,9 +3,8 @@
 import math
 from collections import deque
 from collections.abc import Container, Iterable, Iterator, Mapping
-from functools import cache, partial
+from functools import cache
 from numbers import Number
-from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -22,11 +21,8 @@ from trainer_plugins.survival.attempt.holders import (
     attributes_of,
     buffers_of,
     describe_mapping,
-    find_code,
-    own_names,
     walk,
 )
-from trainer_plugins.survival.attempt.users_code import is_users_function, is_users_object
 
 _SMALL = 1 << 16  # largest tensor to copy, in numbers. Larger ones are tables and masks.
 
@@ -67,6 +63,8 @@ class State:
                 self._keep(buffers_of(path, module))
             elif has_parameters and path in roots.objects:
                 self._keep(_parameters(path, module))
+        for path, module in roots.apart.items() if has_parameters else ():
+            self._keep(_parameters_apart(path, module))
         for holder, contents in walk(roots):
             self._keep(holder, contents)
 
@@ -185,6 +183,12 @@ def _parameters(path: str, module: nn.Module) -> Holder:
     return describe_mapping(path, words, module._parameters, lambda: trained)
 
 
+def _parameters_apart(path: str, module: nn.Module) -> Holder:
+    """Describe the parameters, frozen ones too, of a module that may follow the model's."""
+    small = {n: p for n, p in module.named_parameters() if p.numel() <= _SMALL}
+    return Holder(path, f"a parameter of {type(module).__name__}", lambda: small)
+
+
 def _is_untouched(kept: Contents, now: Contents) -> bool:
     return [*kept] == [*now] and all(now[name] is value for name, value in kept.items())
 
@@ -247,41 +251,6 @@ def _copy(value: Any, depth: int = _DEPTH) -> Any:
         for holder in attributes_of(value):
             held |= holder.read()
     return {name: _copy(item, depth - 1) for name, item in (held or value).items()}
-
-
-def roots_of_state(model: nn.Module) -> Roots:
-    """Find modules that the user wrote or hooked, users' objects in others, and their code."""
-    registered = {id(module) for module in model.modules()}
-    objects: dict[str, object] = {}
-    for path, module in model.named_modules():
-        objects.update(_roots_in(path, module))
-    apart: dict[str, object] = {}
-    for holder, contents in walk(Roots(objects)):
-        for name, one in contents.items():
-            if isinstance(one, nn.Module) and id(one) not in registered:
-                path = holder.path_of(name)
-                apart |= {f"{path}.{n}".rstrip("."): part for n, part in one.named_modules()}
-    objects |= apart
-    return Roots(objects, find_code(objects))
-
-
-def _roots_in(path: str, module: nn.Module) -> Iterator[tuple[str, object]]:
-    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-    users = [hook for hook in hooks if is_users_function(hook)]
-    own = {name: vars(module)[name] for name in own_names(module)}
-    if is_users_object(module) or users or is_users_function(module.forward):
-        yield path, module
-    for name, value in (dict(enumerate(users)) | own).items():
-        is_function = isinstance(value, FunctionType | MethodType | partial)
-        if (is_users_function if is_function else _is_users)(value):
-            yield f"{path}.{name}" if path else str(name), value
-
-
-def _is_users(value: object) -> bool:
-    if isinstance(value, list | tuple | deque | dict):
-        inside = value.values() if isinstance(value, dict) else value
-        return any(map(is_users_object, inside)) if len(value) <= _MOST_ITEMS else False
-    return is_users_object(value) and not isinstance(value, nn.Module)
 
 
 def explain_not_divided(moved: Iterable[Moved]) -> str:

@@ -77,6 +77,13 @@ class Ranks(Exchanging):
     def end(self) -> None:
         """Undo all changes to the model."""
 
+    def find_outside(self) -> tuple[nn.Parameter, ...]:
+        """Return the weights that the optimizer updates besides the model's, as of a loss."""
+        known = {*self.model.parameters()}
+        groups = getattr(self.trainer.optimizer, "param_groups", ())
+        listed = (one for group in groups for one in group["params"])
+        return tuple(one for one in listed if one.requires_grad and one not in known)
+
     def attempt(
         self, work: Callable[[], T], release: Release = None, *, is_end: bool = True
     ) -> T | DidNotFit:
@@ -142,7 +149,8 @@ class Ranks(Exchanging):
         slack_bytes = (
             max(2 * MIB, int(SLACK * read_allowed_bytes(reading, device))) if reading else 0
         )
-        missing = [p for p in self.bare.parameters() if p.requires_grad and p.grad is None]
+        trained = (*self.bare.parameters(), *self.find_outside())
+        missing = [p for p in trained if p.requires_grad and p.grad is None]
         try:
             if isinstance(attempt(partial(_add_gradients, missing)), DidNotFit):
                 return 0
@@ -181,6 +189,9 @@ class Together(Ranks):
         super().__init__(trainer, model)
         self._votes = Agreement(trainer.args.ddp_timeout)
         self.exchanges = {"gather": self._gather, "reduce": self._reduce}
+
+    def find_outside(self) -> tuple[nn.Parameter, ...]:
+        return ()  # a sharded optimizer has weights of its own
 
     def absent(self, roll_call: RollCall, *, is_met: bool) -> str:
         missing = roll_call.missing(_WAIT_IF_MET_SECONDS if is_met else _WAIT_SECONDS)

@@ -135,7 +135,7 @@ class Recovery:
 
     def _note_added(self, piece: Piece, start: Start, changed: set[nn.Parameter]) -> None:
         if changed:
-            final = set(self._run.model.parameters()) - changed
+            final = set(self._run.parameters) - changed
             self._added.append((piece, start.snapshot, final))
 
     def _note_computed(self, piece: Piece) -> None:
