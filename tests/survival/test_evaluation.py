@@ -13,6 +13,7 @@ from transformers import (
     Seq2SeqTrainingArguments,
     T5Config,
     T5ForConditionalGeneration,
+    Trainer,
 )
 
 from tests.models import tiny_llama
@@ -262,6 +263,53 @@ def test_what_trl_counts_is_counted_once(tmp_path) -> None:
 
     expected, num = metrics(0)
     assert metrics(num)[0] == pytest.approx(expected, rel=1e-5)
+
+
+class Measures(Trainer):
+    """Takes its own metrics from the outputs, and notes what it has seen."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.seen: list[int] = []
+        self.sums: list[float] = []
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        self.seen.extend(inputs["input_ids"][:, 0].tolist())
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        loss, logits, _ = super().prediction_step(model, inputs, False, ignore_keys)
+        self.sums.append(float(logits.sum()))
+        return loss, None, None
+
+
+def test_what_a_trainer_of_your_own_sees_in_an_evaluation_is_what_it_would_have_seen(
+    tmp_path,
+) -> None:
+    """The first batch fails whole, and then, after six passes that measure, its second part."""
+
+    def measured(*fail_in: int) -> Measures:
+        trainer = small_trainer(tmp_path, trainer_class=Measures, per_device_eval_batch_size=8)
+        num = 0
+
+        def fail(module, _) -> None:
+            nonlocal num
+            num += module is trainer.model
+            if module is trainer.model and num in fail_in:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+
+        if fail_in:
+            survive_oom(trainer)
+        with register_module_forward_pre_hook(fail):
+            trainer.evaluate(ragged_rows(20))
+        return trainer
+
+    expected, trainer = measured(), measured(1, 9)
+    (told,) = remarks(tmp_path, "out-of-memory-survived")
+    assert told.finding.summary.endswith("computed in 3 parts")
+    assert told.finding.evidence.startswith("failed attempts: 2")
+    assert trainer.seen == expected.seen
+    assert trainer.sums == pytest.approx(expected.sums)
 
 
 def test_outputs_that_have_no_rows_are_not_put_together_wrongly(tmp_path) -> None:

@@ -17,6 +17,7 @@ from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
 from trainer_plugins.survival.attempt.holders import Roots
 from trainer_plugins.survival.attempt.roots import find_loss_roots, roots_of_state
 from trainer_plugins.survival.attempt.state import RestorePoint, State
+from trainer_plugins.survival.attempt.users_code import is_users_function
 from trainer_plugins.survival.certificate.certificate import Certificate, batch_kind
 from trainer_plugins.survival.exact.gathers import Exchanging, Gathers
 from trainer_plugins.survival.exact.layouts import Layout, find_layout
@@ -97,14 +98,15 @@ class Parts:
         layout: Layout,
         inputs: Inputs,
         failures: list[DidNotFit],
-        before: RestorePoint,
+        mark_start: Callable[[], RestorePoint],
         work: Callable[[Part], R],
     ) -> Iterator[tuple[Part, R]]:
-        """Compute part after part; after a failure, restore `before` and shrink the parts."""
+        """Compute part after part; after a failure, undo that part and shrink the parts."""
         spans = deque(self._spans(0, layout.count(inputs), cells(inputs)))
         while spans:
             start, stop = spans.popleft()
             part = Part(layout.take(inputs, start, stop), stop - start, is_last=not spans)
+            before = mark_start()
             try:
                 result = attempt(partial(work, part))
             except Exception as error:  # such as images that are not spread evenly over rows
@@ -165,9 +167,10 @@ class Evaluation:
         self, model: nn.Module, inputs: Inputs, prediction_loss_only: bool, *args: Any, **kw: Any
     ) -> object:
         """Replace `trainer.prediction_step`, to learn whether outputs are wanted."""
-        self._are_outputs_wanted = not prediction_loss_only
         args_of_run: Any = self._attached.trainer.args
         step = getattr(self._attached.prediction_step, "__func__", None)
+        is_own = is_users_function(self._attached.prediction_step)  # it may need them anyway
+        self._are_outputs_wanted = is_own or not prediction_loss_only
         generates = (
             not (prediction_loss_only or self._attached.kind.forward_is_shared)
             and step is Seq2SeqTrainer.prediction_step
@@ -204,7 +207,9 @@ class Evaluation:
             num, limited = layout.count(inputs), self._generated
             if failures:
                 limited.note_failure(num, cells(inputs))
-            parts = limited.each(layout, inputs, failures, before, lambda p: predict(p.inputs))
+            parts = limited.each(
+                layout, inputs, failures, self._mark_start, lambda part: predict(part.inputs)
+            )
             nums, results = zip(*((part.num, result) for part, result in parts), strict=True)
             if failures:
                 what = f"{num} {layout.unit} to generate from"
@@ -258,7 +263,8 @@ class Evaluation:
             return result[0], self._select_kept(result[1])
 
         results, nums = [], []
-        for part, (loss, outputs) in self._parts.each(layout, inputs, failures, before, work):
+        parts = self._parts.each(layout, inputs, failures, self._mark_start, work)
+        for part, (loss, outputs) in parts:
             results.append((loss, outputs, factor_of(part.inputs, part.num)))
             nums.append(part.num)
             if not part.is_last:
