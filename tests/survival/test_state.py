@@ -341,6 +341,42 @@ def test_a_memory_bank_is_refused_while_it_is_not_used_yet(tmp_path) -> None:
         Run(trainer, {0: [100]})
 
 
+class Links(list):
+    """Counts how often it is read."""
+
+    num_reads = 0
+
+    def __iter__(self):
+        Links.num_reads += 1
+        return super().__iter__()
+
+
+class Network(Stateful):
+    """Each pass makes stations anew, of which each knows all others."""
+
+    stations: list[types.SimpleNamespace]
+
+    num = 0
+
+    def count(self, hidden):
+        self.num += 1
+        self.stations = [types.SimpleNamespace(number=n) for n in range(12)]
+        for station in self.stations:
+            station.others = Links(one for one in self.stations if one is not station)
+        return self.num
+
+
+def test_objects_that_know_each_other_are_not_read_along_every_path(tmp_path) -> None:
+    def make():
+        model = tiny_llama().double()
+        model.model.norm = Network(model.model.norm)
+        return small_trainer(tmp_path, model)
+
+    whole, survived = survive(make, {0: 0.3, 2: 0.8})
+    assert gradients_off_by(survived, whole) <= 1e-6
+    assert Links.num_reads < 12**4, "once for each station and depth, not along every path"
+
+
 class Average(Stateful):
     """Divides by a running mean, in an attribute, which begins with the first pass."""
 

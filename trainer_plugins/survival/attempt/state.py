@@ -198,8 +198,11 @@ def _is_frequency(name: object) -> bool:
     return isinstance(name, str) and name.endswith("inv_freq")
 
 
-def is_same(before: object, now: object) -> bool:
-    """Compare two values. Of tensors, only the common part counts: a mask may grow."""
+def is_same(before: object, now: object, seen: set[tuple[int, int]] | None = None) -> bool:
+    """Compare two values. Of tensors, only the common part counts: a mask may grow.
+
+    `seen` has the pairs that are being compared: objects that know each other meet many times.
+    """
     if torch.is_tensor(before) and torch.is_tensor(now):
         if before.dim() != now.dim():
             return False
@@ -211,10 +214,17 @@ def is_same(before: object, now: object) -> bool:
         return bool(before.dtype == now.dtype and np.array_equal(before, now))
     if type(before) is not type(now):
         return False
+    seen, pair = set() if seen is None else seen, (id(before), id(now))
+    if pair in seen:
+        return True
     if isinstance(before, Mapping) and isinstance(now, Mapping):
-        return before.keys() == now.keys() and all(is_same(v, now[k]) for k, v in before.items())
+        seen.add(pair)
+        is_alike = before.keys() == now.keys()
+        return is_alike and all(is_same(v, now[k], seen) for k, v in before.items())
     if isinstance(before, list | tuple | deque) and isinstance(now, list | tuple | deque):
-        return len(before) == len(now) and all(map(is_same, before, now))
+        seen.add(pair)
+        is_alike = len(before) == len(now)
+        return is_alike and all(is_same(*two, seen) for two in zip(before, now, strict=True))
     return bool(before == now or (before != before and now != now))
 
 
@@ -230,8 +240,21 @@ def _is_opaque(value: Any) -> bool:
     return isinstance(value, nn.Module) or next(attributes_of(value), None) is None
 
 
-def _copy(value: Any, depth: int = _DEPTH) -> Any:
-    """Copy comparable values; None for a large tensor, `_OPAQUE` for values that are no state."""
+_Made = dict[tuple[int, int], tuple[Any, Any]]  # by number and depth: a value, and its copy
+
+
+def _copy(value: Any, depth: int = _DEPTH, made: _Made | None = None) -> Any:
+    """Copy comparable values; None for a large tensor, `_OPAQUE` for values that are no state.
+
+    `made` has the copies so far: objects that know each other are copied once per depth.
+    """
+    made, key = {} if made is None else made, (id(value), depth)
+    if key not in made:
+        made[key] = value, _copy_anew(value, depth, made)
+    return made[key][1]
+
+
+def _copy_anew(value: Any, depth: int, made: _Made) -> Any:
     if depth == 0 or _is_opaque(value):
         return _OPAQUE
     if isinstance(value, torch.Tensor | np.ndarray):
@@ -240,7 +263,7 @@ def _copy(value: Any, depth: int = _DEPTH) -> Any:
             return value.detach().clone() if is_small else None
         return value.copy() if is_small else None
     if isinstance(value, list | tuple | deque):
-        return [_copy(item, depth - 1) for item in [*value][-_MOST_ITEMS:]]
+        return [_copy(item, depth - 1, made) for item in [*value][-_MOST_ITEMS:]]
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, set | frozenset):
@@ -250,7 +273,7 @@ def _copy(value: Any, depth: int = _DEPTH) -> Any:
         held["class"] = type(value).__name__
         for holder in attributes_of(value):
             held |= holder.read()
-    return {name: _copy(item, depth - 1) for name, item in (held or value).items()}
+    return {name: _copy(item, depth - 1, made) for name, item in (held or value).items()}
 
 
 def explain_not_divided(moved: Iterable[Moved]) -> str:
