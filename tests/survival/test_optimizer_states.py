@@ -66,6 +66,15 @@ def test_states_exist_early_and_training_is_bit_for_bit_the_same(tmp_path, name:
     assert all(torch.equal(a, b) for a, b in zip(ended_attached, ended, strict=True))
 
 
+def test_an_epsilon_of_0_makes_no_weight_a_nan(tmp_path) -> None:
+    def of_the_head(groups):  # each of its gradients is more than 0
+        return torch.optim.AdamW(groups[1:], eps=0.0)
+
+    _, ended = train(tmp_path, of_the_head, attached=False)
+    _, ended_attached = train(tmp_path, of_the_head, attached=True)
+    assert all(torch.equal(a, b) for a, b in zip(ended_attached, ended, strict=True))
+
+
 @pytest.mark.parametrize(
     ("make_optimizer", "said"),
     [

@@ -341,6 +341,29 @@ def test_a_memory_bank_is_refused_while_it_is_not_used_yet(tmp_path) -> None:
         Run(trainer, {0: [100]})
 
 
+class Prototypes(Attribute):
+    """Keeps tensors of a kind that torch does not let us compare, or write into."""
+
+    def __init__(self, norm) -> None:
+        super().__init__(norm)
+        with torch.inference_mode():
+            self.few, self.many = torch.ones(4), torch.ones(100_000)
+
+    def count(self, hidden):
+        self.coarse = torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)
+        return super().count(hidden)
+
+
+def test_tensors_of_inference_mode_and_quantized_ones_are_left_alone(tmp_path) -> None:
+    def make():
+        model = tiny_llama().double()
+        model.model.norm = Prototypes(model.model.norm)
+        return small_trainer(tmp_path, model)
+
+    whole, survived = survive(make, {0: 0.3, 2: 0.8})
+    assert gradients_off_by(survived, whole) <= 1e-6
+
+
 class Links(list):
     """Counts how often it is read."""
 

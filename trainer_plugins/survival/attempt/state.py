@@ -151,7 +151,7 @@ class _Leaf:
 
     def _read_mark(self) -> int:
         if torch.is_tensor(self._value):
-            return int(self._value._version)
+            return 0 if self._value.is_inference() else int(self._value._version)
         return crc32(np.ascontiguousarray(self._value).view(np.uint8).data)
 
     def copy(self) -> object:
@@ -234,6 +234,8 @@ def _is_opaque(value: Any) -> bool:
         return False
     if isinstance(value, torch.Tensor):
         is_plain = type(value) in (torch.Tensor, nn.Parameter) and value.layout is torch.strided
+        # torch compares no quantized tensors, and writes into none of inference_mode.
+        is_plain = is_plain and not (value.is_quantized or value.is_inference())
         return not is_plain or value.grad_fn is not None or value.is_meta
     if isinstance(value, np.ndarray | list | tuple | set | frozenset | deque | dict):
         return False

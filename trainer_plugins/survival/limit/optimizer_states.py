@@ -41,6 +41,8 @@ def _step_of_nothing(optimizer: torch.optim.Optimizer) -> None:
             if parameter.requires_grad:
                 # Decay is 0 too: Adam and SGD add it to the gradient, and so to the moments.
                 one = {**group, "params": [parameter], "lr": 0.0, "weight_decay": 0.0}
+                if "eps" in group:  # Adam divides by it alone here, where the user's may be 0
+                    one["eps"] = 1.0
                 before, parameter.grad = parameter.grad, torch.zeros_like(parameter)
                 try:
                     another = kind([one])
