@@ -121,6 +121,34 @@ def test_a_teacher_that_each_pass_moves_is_named(tmp_path) -> None:
 
     with pytest.raises(
         torch.OutOfMemoryError,
-        match=r"`trainer.teacher.model.*`, a parameter of LlamaForCausalLM, changes in each",
+        match=r"`trainer.teacher.model.*`, a parameter of Embedding, changes in each",
     ):
         survive(make, {0: 0.4}, vouch_for_loss=True, ladder=())
+
+
+class Momentum(nn.Module):
+    """Adds what a slow copy of itself says, as BYOL's target does; the copy may be out of sight."""
+
+    def __init__(self, norm: nn.Module, *, is_registered: bool) -> None:
+        super().__init__()
+        self.norm = norm
+        self.large = nn.Linear(32, 4096, bias=False).requires_grad_(False)
+        self.kept = [self.large]
+        if not is_registered:
+            del self.large
+
+    def forward(self, hidden):
+        with torch.no_grad():
+            self.kept[0].weight.lerp_(self.norm.weight.expand(4096, -1), 0.1)
+        return self.norm(hidden) + self.kept[0](hidden).mean(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("is_registered", [True, False])
+def test_so_is_a_copy_that_a_model_moves_along(tmp_path, is_registered: bool) -> None:
+    model = tiny_llama()
+    model.model.norm = Momentum(model.model.norm, is_registered=is_registered)
+    trainer = small_trainer(tmp_path, model)
+    survive_oom(trainer)
+    with pytest.raises(ValueError, match="weight`, a parameter of Linear, changes in each forward"):
+        trainer.train()
+    assert trainer.state.global_step == 0

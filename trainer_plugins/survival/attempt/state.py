@@ -61,10 +61,15 @@ class State:
         for path, module in modules.items():
             if path not in roots.objects and module._buffers:
                 self._keep(buffers_of(path, module))
-            elif has_parameters and path in roots.objects:
-                self._keep(_parameters(path, module))
-        for path, module in roots.apart.items() if has_parameters else ():
-            self._keep(_parameters_apart(path, module))
+        apart = {
+            name: part
+            for path, module in roots.apart.items()
+            for name, part in module.named_modules(prefix=path)
+        }
+        if has_parameters and (roots.objects or apart):  # the user's code may move any of them
+            users = roots.objects.keys() | apart.keys()
+            for path, module in (modules | apart).items():
+                self._keep(_parameters(path, module, is_users=path in users))
         for holder, contents in walk(roots):
             self._keep(holder, contents)
 
@@ -173,20 +178,15 @@ class _Leaf:
             self._value[...] = self._copy
 
 
-def _parameters(path: str, module: nn.Module) -> Holder:
-    trained = [
+def _parameters(path: str, module: nn.Module, *, is_users: bool) -> Holder:
+    """Describe the parameters that a pass may move: frozen ones, and small ones of the user's."""
+    names = [
         name
         for name, one in module._parameters.items()
-        if one is not None and one.requires_grad and one.numel() <= _SMALL
+        if one is not None and (not one.requires_grad or (is_users and one.numel() <= _SMALL))
     ]
     words = f"a parameter of {type(module).__name__}"
-    return describe_mapping(path, words, module._parameters, lambda: trained)
-
-
-def _parameters_apart(path: str, module: nn.Module) -> Holder:
-    """Describe the parameters, frozen ones too, of a module that may follow the model's."""
-    small = {n: p for n, p in module.named_parameters() if p.numel() <= _SMALL}
-    return Holder(path, f"a parameter of {type(module).__name__}", lambda: small)
+    return describe_mapping(path, words, module._parameters, lambda: names)
 
 
 def _is_untouched(kept: Contents, now: Contents) -> bool:
