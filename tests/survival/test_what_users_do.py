@@ -151,6 +151,23 @@ def test_what_a_loss_counts_is_of_each_row_once(tmp_path) -> None:
     assert rows == _SEEN
 
 
+class Logs(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        self.log({"part": loss.item()})
+        return loss
+
+
+def test_what_a_loss_logs_is_of_the_rows_and_not_of_the_measurements(tmp_path) -> None:
+    whole, survived = survive(lambda: small_trainer(tmp_path, trainer_class=Logs), {0: 0.4})
+
+    def parts(run):
+        return [logs["part"] for logs in run.trainer.state.log_history if "part" in logs]
+
+    assert len(parts(survived)) > len(parts(whole)) == 4
+    assert sum(parts(survived)) == pytest.approx(sum(parts(whole)), rel=1e-6)
+
+
 class UnpacksTuples(Trainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         ids, labels = inputs

@@ -78,16 +78,18 @@ class Gathers:
 
     @contextmanager
     def apart(self, *, shows_metrics: bool = False) -> Iterator[None]:
-        """Surround passes that reach no other rank.
+        """Surround passes that reach no other rank and no log.
 
         If the last ones, a whole and its parts, show how metrics add up, learn it from them.
         """
         before, brought = self._brought, list[torch.Tensor]()
         self._brought = brought
-        try:
-            yield
-        finally:
-            self._brought = before
+        with Patches() as patches:
+            patches.set(self._trainer, "log", lambda *_, **__: None)  # a loss may call it
+            try:
+                yield
+            finally:
+                self._brought = before
         num = self._index  # per pass
         if shows_metrics and 0 < 3 * num <= len(brought):
             last = brought[-3 * num :]
