@@ -7,6 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -87,6 +88,13 @@ def small_trainer(
         args=args_class(**settings),
         **{"train_dataset": ragged_rows(), "data_collator": padded, **into_trainer},
     )
+
+
+def with_norm(make, **config):
+    """A tiny Llama in float64 whose last norm something else is made of."""
+    model = tiny_llama(**config)
+    model.model.norm = make(model.model.norm)
+    return model.double()
 
 
 class Recentred(nn.Module):
@@ -252,16 +260,28 @@ def numbers_off_by(ours: list[dict], theirs: list[dict]) -> float:
     return max(abs(a - b) / max(1.0, abs(b)) for a, b in pairs if isinstance(b, float | int))
 
 
-def survive(make, where: dict[int, float], **options) -> tuple[Run, Run]:
-    """The run as it is, and the same where micro-batches fail at a fraction of their allocations, and are survived."""
+def survive(make, where: dict[int, Any], error=None, **options) -> tuple[Run, Run]:
+    """The run as it is, and the same where micro-batches fail at a fraction of their allocations, and are survived.
+
+    Some micro-batches fail at several: then a fraction may be above 1.
+    """
     whole = Run(make())
     trainer = make()
     survive_oom(trainer, **options)
-    survived = Run(
-        trainer, {n: [max(1, int(whole.num_allocations[n] * part))] for n, part in where.items()}
-    )
-    assert survived.allocations.num_failed == len(where)
+    fail_at = {
+        n: [max(1, int(whole.num_allocations[n] * part)) for part in np.atleast_1d(parts)]
+        for n, parts in where.items()
+    }
+    survived = Run(trainer, fail_at, error)
+    assert survived.allocations.num_failed == sum(map(len, fail_at.values()))
     return whole, survived
+
+
+def refuse(trainer: Trainer, why: str, fail_at=None, error=torch.OutOfMemoryError, **options):
+    """Attach survival to a training that then ends by an error with these words."""
+    survive_oom(trainer, **options)
+    with pytest.raises(error, match=why):
+        Run(trainer, fail_at)
 
 
 def know_limit(trainer: Trainer, limit: float, event: str = "train_begin") -> None:

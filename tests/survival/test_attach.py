@@ -9,7 +9,14 @@ import torch
 from transformers import Trainer
 
 from tests.models import tiny_llama
-from tests.survival.failing import Run, gradients_off_by, off_by_steps, small_trainer, survive
+from tests.survival.failing import (
+    Run,
+    gradients_off_by,
+    off_by_steps,
+    refuse,
+    small_trainer,
+    survive,
+)
 from tests.written import read_entries
 from trainer_plugins import survive_oom
 from trainer_plugins.record.timeline import Remark
@@ -289,12 +296,8 @@ NOT_INITIALIZED = RuntimeError(
     ids=["cuBLAS", "driver", "NVML", "host"],
 )
 def test_a_full_card_has_other_words_too(tmp_path, error: Exception) -> None:
-    whole = Run(small_trainer(tmp_path))
-    trainer = small_trainer(tmp_path)
-    survive_oom(trainer)
-    survived = Run(trainer, {1: [whole.num_allocations[1] // 2]}, error)
+    whole, survived = survive(lambda: small_trainer(tmp_path), {1: 0.5}, error)
 
-    assert survived.allocations.num_failed == 1
     assert gradients_off_by(survived, whole) <= 1e-12
 
 
@@ -329,13 +332,8 @@ def test_other_errors_go_through_as_they_are(tmp_path) -> None:
 
     model = tiny_llama().double()
     model.lm_head.register_forward_pre_hook(wrong)
-    trainer = small_trainer(tmp_path, model)
-    survive_oom(trainer)
-
-    with pytest.raises(
-        RuntimeError, match=r"^mat1 and mat2 shapes cannot be multiplied \(4x32 and 64x32\)$"
-    ):
-        trainer.train()
+    why = r"^mat1 and mat2 shapes cannot be multiplied \(4x32 and 64x32\)$"
+    refuse(small_trainer(tmp_path, model), why, error=RuntimeError)
 
 
 @pytest.mark.parametrize("at", [0.3, 0.8], ids=["forward", "backward"])
@@ -348,11 +346,6 @@ def test_a_loss_that_is_scaled_otherwise_is_not_taken_for_right(tmp_path, at: fl
 
     num = first_micro_batch(small_trainer(tmp_path, trainer_class=Twice))
     trainer = small_trainer(tmp_path, trainer_class=Twice)
-    survive_oom(trainer)
-
-    with pytest.raises(
-        (RuntimeError, ValueError),
-        match="it scales the gradient by 2, where the Trainer's own scales it by 1",
-    ):
-        Run(trainer, {0: [int(at * num)]})
+    why = "it scales the gradient by 2, where the Trainer's own scales it by 1"
+    refuse(trainer, why, {0: [int(at * num)]}, (RuntimeError, ValueError))
     assert trainer.state.global_step == 0

@@ -37,7 +37,6 @@ from tests.survival.failing import (
     survive,
     weights_by_rounding,
 )
-from trainer_plugins import survive_oom
 
 SMALL = {
     "vocab_size": 128,
@@ -312,14 +311,8 @@ def test_a_mean_over_tokens_with_rows_that_have_none(tmp_path) -> None:
 
     # At a limit of one row, two of the four pieces have nothing to learn from: their mean would be
     # 0 / 0.
-    whole = Run(make())
-    trainer = make()
-    survive_oom(trainer)
-    survived = Run(
-        trainer, {0: [whole.num_allocations[0] // 2], 1: [whole.num_allocations[1] // 4]}
-    )
+    whole, survived = survive(make, {0: 0.5, 1: 0.25})
 
-    assert survived.allocations.num_failed == 2
     assert gradients_by_rounding(survived.gradients, whole.gradients) <= 1, (
         "the mean is taken in float32"
     )
@@ -327,15 +320,11 @@ def test_a_mean_over_tokens_with_rows_that_have_none(tmp_path) -> None:
 
 
 def test_several_failures_in_one_micro_batch(tmp_path) -> None:
-    whole = Run(causal(tmp_path, per_device_train_batch_size=8))
-    trainer = causal(tmp_path, per_device_train_batch_size=8)
-    survive_oom(trainer)
-    num = whole.num_allocations[0]
-
     # The whole in its backward pass, later a half in its own, then one of its quarters.
-    survived = Run(trainer, {0: [int(0.9 * num)], 1: [int(0.8 * num), int(1.6 * num)]})
+    whole, survived = survive(
+        lambda: causal(tmp_path, per_device_train_batch_size=8), {0: 0.9, 1: (0.8, 1.6)}
+    )
 
-    assert survived.allocations.num_failed == 3
     assert gradients_off_by(survived, whole) <= 1e-12
 
 
@@ -423,12 +412,6 @@ def test_a_cast_weight_does_not_remember_that_it_needed_a_gradient(tmp_path) -> 
     def make():
         return small_trainer(tmp_path, tiny_llama(), AutocastAround)
 
-    whole = Run(make())
-    trainer = make()
-    survive_oom(trainer)
-    num = whole.num_allocations[1]
     # The first divides, and then a piece of the second fails when a part of its gradients is final.
-    survived = Run(trainer, {0: [num // 4], 1: [int(0.8 * num)]})
-
-    assert survived.allocations.num_failed == 2
+    whole, survived = survive(make, {0: 0.25, 1: 0.8})
     assert gradients_off_by(survived, whole) <= 0.05

@@ -11,7 +11,7 @@ from transformers import (
     LlavaForConditionalGeneration,
 )
 
-from tests.survival.failing import Run, know_limit, off_by_steps, small_trainer
+from tests.survival.failing import Run, know_limit, off_by_steps, refuse, small_trainer, survive
 from trainer_plugins import survive_oom
 
 IMAGE, PATCHES = 120, 4
@@ -72,14 +72,9 @@ def test_a_part_that_cannot_be_computed_is_taken_back(tmp_path, counts, at: floa
 
     Then a part of it raises.
     """
-    whole = Run(trainer_on(tmp_path, EVEN, counts))
-    num = whole.num_allocations[1]
-    trainer = trainer_on(tmp_path, EVEN, counts)
-    survive_oom(trainer)
-    fail_at = {1: [int(at * num)]} if counts == WHOLE_FAILS else {0: [num // 2], 1: [int(at * num)]}
-    survived = Run(trainer, fail_at)
+    where = {1: at} if counts == WHOLE_FAILS else {0: 0.5, 1: at}
+    whole, survived = survive(lambda: trainer_on(tmp_path, EVEN, counts), where)
 
-    assert survived.allocations.num_failed == len(fail_at)
     assert off_by_steps(has_gradient(survived), has_gradient(whole)) <= 1e-5, (
         "transformers takes the loss in float32"
     )
@@ -95,13 +90,10 @@ def test_one_that_is_divided_beforehand_goes_on_as_it_would_have(tmp_path) -> No
 
 
 def test_where_the_whole_does_not_fit_the_error_keeps_its_words(tmp_path) -> None:
-    num = Run(trainer_on(tmp_path, EVEN, (1, 2, 0, 1))).num_allocations[1]
+    half = Run(trainer_on(tmp_path, EVEN, (1, 2, 0, 1))).num_allocations[1] // 2
     trainer = trainer_on(tmp_path, EVEN, (1, 2, 0, 1))
-    survive_oom(trainer, ladder=())
-    with pytest.raises(
-        torch.OutOfMemoryError, match=r"(?s)^CUDA out of memory.*a part of it raised "
-    ):
-        Run(trainer, {0: [num // 2], 1: [num // 2]})
+    why = r"(?s)^CUDA out of memory.*a part of it raised "
+    refuse(trainer, why, {0: [half], 1: [half]}, ladder=())
 
 
 def test_an_evaluation_batch_says_what_did_not_fit(tmp_path) -> None:

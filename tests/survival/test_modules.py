@@ -14,8 +14,10 @@ from tests.survival.failing import (
     gradients_off_by,
     off_by,
     ragged_rows,
+    refuse,
     small_trainer,
     survive,
+    with_norm,
 )
 from tests.survival.test_attach import remarks
 from tests.written import read_findings
@@ -44,20 +46,14 @@ class Adapted(nn.Module):
         return out
 
 
-def adapted(tmp_path, **kwargs):
-    model = tiny_llama()
-    model.model.norm = Adapted(model.model.norm)
-    return small_trainer(tmp_path, model.double(), **kwargs)
+def adapted(tmp_path):
+    return small_trainer(tmp_path, with_norm(Adapted))
 
 
 def test_a_buffer_that_each_pass_moves_is_refused_before_the_first_step(tmp_path) -> None:
     trainer = adapted(tmp_path)
-    survive_oom(trainer)
-
-    with pytest.raises(
-        ValueError, match=r"`model.norm.size`, a buffer of Adapted, changes in each forward pass"
-    ):
-        trainer.train()
+    why = r"`model.norm.size`, a buffer of Adapted, changes in each forward pass"
+    refuse(trainer, why, error=ValueError)
     assert trainer.state.global_step == 0
 
 
@@ -72,21 +68,14 @@ def test_a_run_with_such_a_buffer_goes_on_as_it_is_where_that_was_asked_for(tmp_
     (finding,) = read_findings(tmp_path)
     assert "a buffer of Adapted" in finding.evidence
 
-    trainer = adapted(tmp_path)
-    survive_oom(trainer, on_refusal="warn")
-    with pytest.raises(torch.OutOfMemoryError, match=r"^CUDA out of memory.* for number 100\.$"):
-        Run(trainer, {1: [100]})
+    why = r"^CUDA out of memory.* for number 100\.$"
+    refuse(adapted(tmp_path), why, {1: [100]}, on_refusal="warn")
 
 
 @pytest.mark.parametrize("on_refusal", ["error", "warn"])
 def test_a_failure_in_the_very_first_pass_is_not_divided_either(tmp_path, on_refusal: str) -> None:
-    trainer = adapted(tmp_path)
-    survive_oom(trainer, ladder=(), on_refusal=on_refusal)
-
-    with pytest.raises(
-        torch.OutOfMemoryError, match=r"`model.norm.size`, a buffer of Adapted, changes in each"
-    ):
-        Run(trainer, {0: [100]})
+    why = r"`model.norm.size`, a buffer of Adapted, changes in each"
+    refuse(adapted(tmp_path), why, {0: [100]}, ladder=(), on_refusal=on_refusal)
 
 
 def packed_phi3(tmp_path, boundary: int):
@@ -133,11 +122,8 @@ def test_a_layer_that_is_computed_again_draws_what_it_has_drawn(tmp_path, draw) 
         model.model.layers[0].input_layernorm = Scaled(norm, draw)
         return small_trainer(tmp_path, model.double(), per_device_train_batch_size=1)
 
-    whole, survived = Run(trainer()), trainer()
-    survive_oom(survived)
-    run = Run(survived, {1: [int(0.7 * whole.num_allocations[1])]})
+    whole, run = survive(trainer, {1: 0.7})
 
-    assert run.allocations.num_failed == 1
     (told,) = remarks(tmp_path, "out-of-memory-survived")
     assert "with checkpointing switched on" in told.finding.summary
     assert gradients_off_by(run, whole) == 0
@@ -153,14 +139,8 @@ def test_longrope_is_divided_where_all_sequences_are_on_one_side(tmp_path, bound
 
 
 def test_longrope_that_one_sequence_decides_for_all_is_refused(tmp_path) -> None:
-    trainer = packed_phi3(tmp_path, boundary=10)
-    survive_oom(trainer)
-
-    with pytest.raises(
-        ValueError,
-        match=r"one of its sequences has 1\d tokens, and longrope switches the whole",
-    ):
-        trainer.train()
+    why = r"one of its sequences has 1\d tokens, and longrope switches the whole"
+    refuse(packed_phi3(tmp_path, boundary=10), why, error=ValueError)
 
 
 def test_longrope_and_rows_with_positions_of_their_own() -> None:

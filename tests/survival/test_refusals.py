@@ -17,7 +17,14 @@ from transformers import (
 
 from tests.events import at
 from tests.models import IS_OLD, tiny_llama
-from tests.survival.failing import Run, gradients_off_by, padded, small_trainer, survive
+from tests.survival.failing import (
+    Run,
+    gradients_off_by,
+    padded,
+    refuse,
+    small_trainer,
+    survive,
+)
 from tests.written import read_entries, read_findings
 from trainer_plugins import survive_oom
 from trainer_plugins.record.timeline import Remark
@@ -312,12 +319,7 @@ def test_a_model_that_exchanges_its_parameters_in_training_is_not_resumed(tmp_pa
         head.weight = torch.nn.Parameter(head.weight.detach().clone())
 
     trainer.add_callback(at("step_end", exchange))
-    survive_oom(trainer)
-
-    with pytest.raises(
-        torch.OutOfMemoryError, match="the model's parameters have changed since training began"
-    ):
-        Run(trainer, {2: [250]})
+    refuse(trainer, "the model's parameters have changed since training began", {2: [250]})
 
 
 @pytest.mark.parametrize("on_refusal", ["error", "warn"])
@@ -330,14 +332,12 @@ def test_what_comes_with_the_optimizer_is_seen_before_the_first_step(
             return super().create_optimizer(*args)
 
     trainer = small_trainer(tmp_path, trainer_class=InBackward)
-    survive_oom(trainer, on_refusal=on_refusal)
-
     words = {
         "error": "consumes the gradient of `lm_head.weight`",
         "warn": r"^CUDA out of memory.* for number 100\.$",
     }
-    with pytest.raises((ValueError, torch.OutOfMemoryError), match=words[on_refusal]):
-        Run(trainer, {0: [100]})
+    errors = (ValueError, torch.OutOfMemoryError)
+    refuse(trainer, words[on_refusal], {0: [100]}, errors, on_refusal=on_refusal)
     assert trainer.state.global_step == 0
 
 
@@ -384,10 +384,7 @@ BATCHES = {
 def test_a_batch_that_cannot_be_divided_is_refused_at_the_first(tmp_path, case: str) -> None:
     change, why = BATCHES[case]
     trainer = small_trainer(tmp_path, data_collator=lambda rows: change(padded(rows)))
-    survive_oom(trainer)
-
-    with pytest.raises(ValueError, match=why):
-        trainer.train()
+    refuse(trainer, why, error=ValueError)
     assert trainer.state.global_step == 0
 
 
@@ -431,10 +428,8 @@ class Coupled(nn.Module):
 def test_a_loss_that_couples_rows_is_found_by_measuring(tmp_path) -> None:
     num = Run(small_trainer(tmp_path, Coupled())).num_allocations[0]
     trainer = small_trainer(tmp_path, Coupled())
-    survive_oom(trainer, vouch_for_loss=True)
-
-    with pytest.raises(torch.OutOfMemoryError, match="its gradient is not the sum over its parts"):
-        Run(trainer, {0: [num // 3]})
+    why = "its gradient is not the sum over its parts"
+    refuse(trainer, why, {0: [num // 3]}, vouch_for_loss=True)
 
 
 def test_weights_used_twice_under_reentrant_checkpointing(tmp_path) -> None:
@@ -445,14 +440,11 @@ def test_weights_used_twice_under_reentrant_checkpointing(tmp_path) -> None:
             "gradient_checkpointing": True,
             "gradient_checkpointing_kwargs": {"use_reentrant": reentrant},
         }
-        trainer = small_trainer(tmp_path, model, **how)
-        survive_oom(trainer)
-        return trainer
+        return small_trainer(tmp_path, model, **how)
 
-    in_backward = {0: [300]}
-    Run(make(reentrant=False), in_backward)
-    Run(make(reentrant=True), {0: [100]})
-    with pytest.raises(
-        torch.OutOfMemoryError, match="is used more than once under reentrant checkpointing"
-    ):
-        Run(make(reentrant=True), in_backward)
+    for reentrant, where in ((False, 300), (True, 100)):
+        trainer = make(reentrant)
+        survive_oom(trainer)
+        Run(trainer, {0: [where]})
+    why = "is used more than once under reentrant checkpointing"
+    refuse(make(reentrant=True), why, {0: [300]})

@@ -29,10 +29,15 @@ from trainer_plugins.longest import longest_rows
 from trainer_plugins.record.timeline import Remark, read_timeline
 from trainer_plugins.survival.attempt.attempt import card_of
 from trainer_plugins.survival.limit.limit import read_allowed_bytes
-from trainer_plugins.survival.memo import SurvivalMemo
+from trainer_plugins.survival.memo import memo_of
 from trainer_plugins.units import MIB
 
 LARGE = 256
+
+
+@pytest.fixture(autouse=True)
+def _rehearsals_are_heard(caplog) -> None:
+    caplog.set_level(logging.INFO, "trainer_plugins")
 
 
 def test_a_limit_of_the_process_is_all_that_it_may_use(simgpu) -> None:
@@ -63,11 +68,6 @@ def drawing(examples):
     for _ in range(random.randint(1, 4)):
         batch["input_ids"][np.random.randint(len(examples)), torch.randint(0, 8, ())] = 5
     return batch
-
-
-def memo_of(trainer) -> SurvivalMemo:
-    (memo,) = [one for one in trainer.callback_handler.callbacks if isinstance(one, SurvivalMemo)]
-    return memo
 
 
 class Trained:
@@ -182,8 +182,6 @@ class Augmented(torch.utils.data.Dataset):
 
 
 def test_it_leaves_no_trace_where_everything_fits(tmp_path, simgpu, caplog) -> None:
-    caplog.set_level(logging.INFO, "trainer_plugins")
-
     def make():
         OF_A_MODULE.seed(1)
         own = torch.utils.data.Subset(Augmented(), range(250))
@@ -228,7 +226,6 @@ def test_nor_where_it_failed_on_the_way(tmp_path, simgpu) -> None:
 @pytest.mark.parametrize("mib", [LARGE, 10])
 @pytest.mark.all(but=1)
 def test_a_resumed_run_knows_what_fits(tmp_path, simgpu, caplog, mib: int) -> None:
-    caplog.set_level(logging.INFO, "trainer_plugins")
     saved = {"save_strategy": "steps", "save_steps": 2}
     whole = Trained(tmp_path / "run", simgpu, mib, **saved)
     assert caplog.text.count("rehearsed the 32 longest rows") == 1
@@ -264,7 +261,6 @@ class OneAfterTheOther(Augmented):
 
 
 def test_rows_that_are_gone_once_drawn_are_not_rehearsed(tmp_path, simgpu, caplog) -> None:
-    caplog.set_level(logging.INFO, "trainer_plugins")
     data = {"train_dataset": OneAfterTheOther()}
     Trained(tmp_path, simgpu, LARGE, **data)
     assert "nothing is rehearsed: rows come from a list_iterator, which cannot" in caplog.text
@@ -276,7 +272,6 @@ class Streamed(IterableDataset):
 
 
 def test_what_is_streamed_is_not_looked_at(tmp_path, simgpu, caplog) -> None:
-    caplog.set_level(logging.INFO, "trainer_plugins")
     small = Trained(tmp_path / "small", simgpu, 8, train_dataset=Streamed())
     large = Trained(tmp_path / "large", simgpu, LARGE, attach=False, train_dataset=Streamed())
 
@@ -303,7 +298,6 @@ class KeepsTheModel:
 
 
 def test_the_model_that_a_collator_keeps_is_not_copied(tmp_path, simgpu, caplog) -> None:
-    caplog.set_level(logging.INFO, "trainer_plugins")
     collator = KeepsTheModel(tiny_llama())
     trainer = small_trainer(
         tmp_path, collator.model, use_cpu=False, per_device_train_batch_size=32, train_dataset=rows(),
@@ -334,8 +328,6 @@ def test_a_row_that_no_sampler_draws_may_be_none_to_train_on(tmp_path, simgpu, c
 def test_completions_are_not_generated_before_their_time(tmp_path, simgpu, caplog) -> None:
     pytest.importorskip("trl")
     from tests.survival.test_trl import grpo
-
-    caplog.set_level(logging.INFO, "trainer_plugins")
 
     def losses(folder, attach: bool) -> list[float]:
         trainer = grpo(folder, use_cpu=False)

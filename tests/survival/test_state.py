@@ -13,7 +13,15 @@ import torch
 from torch import nn
 
 from tests.models import tiny_llama
-from tests.survival.failing import Run, gradients_off_by, know_limit, off_by, small_trainer, survive
+from tests.survival.failing import (
+    Run,
+    gradients_off_by,
+    know_limit,
+    off_by,
+    refuse,
+    small_trainer,
+    survive,
+)
 from tests.survival.test_attach import remarks
 from trainer_plugins import survive_oom
 
@@ -262,9 +270,7 @@ def test_a_count_is_put_back_wherever_a_module_keeps_it(tmp_path) -> None:
 @pytest.mark.all(but=4)
 def test_a_mean_of_rows_is_refused_by_the_place_where_a_module_keeps_it(tmp_path, name) -> None:
     trainer = small_trainer(tmp_path, held_by(Averages, name))
-    survive_oom(trainer, ladder=())
-    with pytest.raises(torch.OutOfMemoryError, match=r"each pass changes `.*depending on its rows"):
-        Run(trainer, {0: [100]})
+    refuse(trainer, r"each pass changes `.*depending on its rows", {0: [100]}, ladder=())
     assert not remarks(tmp_path, "out-of-memory-survived")
 
 
@@ -336,9 +342,7 @@ class Bank(Stateful):
 
 def test_a_memory_bank_is_refused_while_it_is_not_used_yet(tmp_path) -> None:
     trainer = small_trainer(tmp_path, with_norms(Bank))
-    survive_oom(trainer, ladder=())
-    with pytest.raises(torch.OutOfMemoryError, match="kept`, a list that grows, depending on its"):
-        Run(trainer, {0: [100]})
+    refuse(trainer, "kept`, a list that grows, depending on its", {0: [100]}, ladder=())
 
 
 class Prototypes(Attribute):
@@ -454,9 +458,7 @@ REFUSED = {
 def test_statistics_of_rows_are_refused_by_name(tmp_path, kind) -> None:
     why, fails = REFUSED[kind]
     trainer = small_trainer(tmp_path, with_norms(kind), steps=8)
-    survive_oom(trainer, ladder=())
-    with pytest.raises((torch.OutOfMemoryError, ValueError), match=why):
-        Run(trainer, {fails: [100]})
+    refuse(trainer, why, {fails: [100]}, (torch.OutOfMemoryError, ValueError), ladder=())
     assert len(remarks(tmp_path, "out-of-memory-survived")) == 0
     assert int(getattr(trainer.model.model.norm, "is_begun", 0)) == 0
 

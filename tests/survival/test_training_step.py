@@ -5,7 +5,7 @@ import torch
 from transformers import Trainer
 
 from tests.models import tiny_llama
-from tests.survival.failing import Run, gradients_off_by, small_trainer
+from tests.survival.failing import Run, gradients_off_by, refuse, small_trainer, survive
 from trainer_plugins import survive_oom
 
 
@@ -47,9 +47,7 @@ def trainer_that(tmp_path, make, first=0, **kwargs):
 @pytest.mark.parametrize("how", NEARLY)
 def test_another_loss_is_refused_before_the_first_step(tmp_path, how: str) -> None:
     trainer = trainer_that(tmp_path, NEARLY[how])
-    survive_oom(trainer)
-    with pytest.raises(ValueError, match="training_step changes the loss that"):
-        trainer.train()
+    refuse(trainer, "training_step changes the loss that", error=ValueError)
     assert trainer.state.global_step == 0
 
     warned = trainer_that(tmp_path, NEARLY[how])
@@ -65,11 +63,8 @@ def test_one_that_becomes_another_later_is_stopped_where_it_is_divided(
     """The first micro-batches are as the Trainer's own: only the division of the fourth shows it."""
     num = Run(trainer_that(tmp_path, NEARLY[how], first=3)).num_allocations[3]
     trainer = trainer_that(tmp_path, NEARLY[how], first=3)
-    survive_oom(trainer)
-    with pytest.raises(
-        RuntimeError, match="training_step changes the loss that compute_loss returned"
-    ):
-        Run(trainer, {3: [int(at * num)]})
+    why = "training_step changes the loss that compute_loss returned"
+    refuse(trainer, why, {3: [int(at * num)]}, RuntimeError)
     assert trainer.state.global_step == 1
 
 
@@ -92,11 +87,7 @@ def test_a_factor_that_is_rounded_is_the_trainers(
         how = {"trainer_class": Divides, "gradient_accumulation_steps": num_accumulated, "steps": 1}
         return small_trainer(tmp_path, tiny_llama().to(dtype), **how)
 
-    whole = Run(make())
-    trainer = make()
-    survive_oom(trainer)
-    survived = Run(trainer, {1: [int(at * whole.num_allocations[1])]})
-    assert survived.allocations.num_failed == 1
+    whole, survived = survive(make, {1: at})
     assert gradients_off_by(survived, whole) <= {torch.float64: 1e-6, torch.float32: 1e-5}.get(
         dtype, 3e-2
     )

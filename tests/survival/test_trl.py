@@ -12,7 +12,7 @@ from transformers import (
 
 from tests.models import longrope_phi3, tiny_llama
 from tests.offers import install
-from tests.survival.failing import Run, gradients_by_rounding, numbers_off_by, survive
+from tests.survival.failing import gradients_by_rounding, numbers_off_by, refuse, survive
 from trainer_plugins import survive_oom
 from trainer_plugins.planner.rehearse.loops import loop_of
 from trainer_plugins.planner.rehearse.refusals import refuse_trainer
@@ -232,9 +232,7 @@ def test_answers_that_are_alike_show_nothing_and_refuse_nothing(tmp_path) -> Non
     assert gradients_by_rounding(survived.gradients, whole.gradients) <= 1
     same = {**PREFERENCES, "rejected": PREFERENCES["chosen"]}
     trainer = dpo(tmp_path, same, dtype=torch.float32)
-    survive_oom(trainer, ladder=())
-    with pytest.raises(torch.OutOfMemoryError, match="is only rounding noise on 2 examples"):
-        Run(trainer, {0: [100]})
+    refuse(trainer, "is only rounding noise on 2 examples", {0: [100]}, ladder=())
 
 
 KINDS = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
@@ -253,9 +251,7 @@ def test_longrope_without_padding_is_divided_or_refused_by_the_sequences(tmp_pat
     )
     lengths = [len(row["input_ids"]) for row in sft_longrope(tmp_path, 4).train_dataset]
     trainer = sft_longrope(tmp_path, boundary=sum(lengths) // len(lengths))
-    survive_oom(trainer)
-    with pytest.raises(ValueError, match=r"has \d+ tokens, and longrope switches the whole"):
-        trainer.train()
+    refuse(trainer, r"has \d+ tokens, and longrope switches the whole", error=ValueError)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -324,10 +320,10 @@ def test_what_a_trl_that_is_too_old_needs_is_said_by_survival_and_plans(
     install(tmp_path, "trl", "0.24.0")
     monkeypatch.syspath_prepend(tmp_path)
 
-    for refuse in (
+    for asked in (
         lambda: survive_oom(trainer),
         lambda: refuse_trainer(trainer),
         lambda: loop_of(ConfigSource(config={}, arguments=(), trainer="sft")),
     ):
         with pytest.raises(ValueError, match=r"0\.24\.0\. Update it: pip install 'trl>=1\.0\.0'"):
-            refuse()
+            asked()

@@ -15,6 +15,7 @@ from tests.survival.failing import (
     gradients_off_by,
     packed,
     padded,
+    refuse,
     small_trainer,
     survive,
 )
@@ -108,9 +109,8 @@ def test_a_count_that_a_loss_depends_on_is_of_micro_batches(tmp_path) -> None:
 @pytest.mark.all
 def test_one_that_is_measured_not_to_be_is_not_divided(tmp_path) -> None:
     trainer = make(tmp_path, trainer_class=Squares)
-    survive_oom(trainer, vouch_for_loss=True, ladder=())
-    with pytest.raises(torch.OutOfMemoryError, match="its gradient is not the sum over its parts"):
-        Run(trainer, {0: [100]})
+    why = "its gradient is not the sum over its parts"
+    refuse(trainer, why, {0: [100]}, vouch_for_loss=True, ladder=())
 
 
 ORDERS: dict[str, Callable[[int], torch.Tensor]] = {
@@ -136,9 +136,8 @@ def test_rows_that_are_mixed_with_others_are_not_divided(tmp_path, order: str) -
     dice = torch.Generator().manual_seed(0)
     rows = [{"input_ids": torch.randint(1, 127, (48,), generator=dice)} for _ in range(8)]
     trainer = make(tmp_path, trainer_class=Mixed, run_name=order, train_dataset=rows)
-    survive_oom(trainer, vouch_for_loss=True, ladder=())
-    with pytest.raises(torch.OutOfMemoryError, match="its gradient is not the sum over its parts"):
-        Run(trainer, {0: [100]})
+    why = "its gradient is not the sum over its parts"
+    refuse(trainer, why, {0: [100]}, vouch_for_loss=True, ladder=())
 
 
 def by_preset(trainer):
@@ -232,11 +231,8 @@ class Spread(Trainer):
 @pytest.mark.all
 def test_a_part_that_is_not_a_number_is_called_so(tmp_path) -> None:
     trainer = small_trainer(tmp_path, trainer_class=Spread)
-    survive_oom(trainer, vouch_for_loss=True, ladder=())
-
-    with pytest.raises(torch.OutOfMemoryError) as raised:
-        Run(trainer, {0: [100]})
-    assert "the gradient of a part is not a number: measured on 2 of its rows" in str(raised.value)
+    why = "the gradient of a part is not a number: measured on 2 of its rows"
+    refuse(trainer, why, {0: [100]}, vouch_for_loss=True, ladder=())
 
 
 def test_packed_rows_with_noise_that_depends_on_their_length_are_refused(tmp_path) -> None:
@@ -244,13 +240,8 @@ def test_packed_rows_with_noise_that_depends_on_their_length_are_refused(tmp_pat
         model = tiny_llama(use_cache=False).double()
         return small_trainer(tmp_path, model, neftune_noise_alpha=5.0, data_collator=collate)
 
-    trainer = make(packed)
-    survive_oom(trainer)
-    with pytest.raises(
-        ValueError,
-        match="neftune_noise_alpha scales its noise down with the length of a packed row",
-    ):
-        trainer.train()
+    why = "neftune_noise_alpha scales its noise down with the length of a packed row"
+    refuse(make(packed), why, error=ValueError)
     trainer = make(padded)  # padded rows keep their length
     survive_oom(trainer)
     assert Run(trainer, {0: [100]}).allocations.num_failed == 1

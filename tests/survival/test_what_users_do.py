@@ -25,10 +25,13 @@ from tests.survival.failing import (
     gradients_off_by,
     padded,
     ragged_rows,
+    refuse,
     small_trainer,
     survive,
     weights_by_rounding,
+    with_norm,
 )
+from tests.survival.test_refusals import OwnLoss
 from trainer_plugins import SurviveOOM, survive_oom
 from trainer_plugins.survival.memo import memo_of
 
@@ -45,11 +48,6 @@ class WithPenalty(Trainer):
         return loss.detach()
 
 
-class OwnLoss(Trainer):
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        return model(**inputs).loss ** 2
-
-
 class CallsBackward(Trainer):
     def training_step(self, model, inputs, num_items_in_batch=None):
         loss = 0.5 * self.compute_loss(
@@ -60,47 +58,32 @@ class CallsBackward(Trainer):
 
 
 @pytest.mark.parametrize(
-    ("trainer_class", "why"),
+    ("trainer_class", "why", "why_divided"),
     [
-        (WithPenalty, "training_step adds a term to the loss, and pieces would miss its gradient"),
+        (
+            WithPenalty,
+            "training_step adds a term to the loss, and pieces would miss its gradient",
+            "training_step adds a term",
+        ),
         (
             CallsBackward,
             "training_step does not call accelerator.backward once for each compute_loss",
+            "backward was not called by trainer.accelerator",
         ),
     ],
 )
 def test_a_training_step_that_pieces_cannot_follow_is_refused_before_the_first_step(
-    tmp_path, trainer_class, why
+    tmp_path, trainer_class, why, why_divided
 ) -> None:
-    trainer = small_trainer(tmp_path, trainer_class=trainer_class)
-    survive_oom(trainer)
-    with pytest.raises(ValueError, match=why):
-        trainer.train()
-    assert trainer.state.global_step == 0
-
-    warned = small_trainer(tmp_path, trainer_class=trainer_class)
-    survive_oom(warned, on_refusal="warn")
-    assert (
-        gradients_off_by(Run(warned), Run(small_trainer(tmp_path, trainer_class=trainer_class)))
-        == 0
+    """Also where the first micro-batch was divided."""
+    fitting, divided, warned, plain = (
+        small_trainer(tmp_path, trainer_class=trainer_class) for _ in range(4)
     )
-
-
-@pytest.mark.parametrize(
-    ("trainer_class", "why"),
-    [
-        (WithPenalty, "training_step adds a term"),
-        (CallsBackward, "backward was not called by trainer.accelerator"),
-    ],
-)
-def test_nor_is_a_step_taken_when_the_first_micro_batch_was_divided(
-    tmp_path, trainer_class, why
-) -> None:
-    trainer = small_trainer(tmp_path, trainer_class=trainer_class)
-    survive_oom(trainer)
-    with pytest.raises(RuntimeError, match=why):
-        Run(trainer, {0: [100]})
-    assert trainer.state.global_step == 0
+    refuse(fitting, why, error=ValueError)
+    refuse(divided, why_divided, {0: [100]}, RuntimeError)
+    assert fitting.state.global_step == divided.state.global_step == 0
+    survive_oom(warned, on_refusal="warn")
+    assert gradients_off_by(Run(warned), Run(plain)) == 0
 
 
 _SEEN: list[int] = []  # the first token of each row
@@ -117,38 +100,25 @@ class CountsTokens(Trainer):
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
 
-def test_a_batch_is_of_the_collators_class_whole_and_in_pieces(tmp_path) -> None:
-    def make():
-        options = {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": ragged_rows(8)}
-        return small_trainer(
-            tmp_path,
-            trainer_class=CountsTokens,
-            data_collator=lambda rows: BatchEncoding(padded(rows)),
-            **options,
-        )
+def counting(tmp_path, **options) -> Trainer:
+    def encode(rows):
+        return BatchEncoding(padded(rows))
 
-    whole, survived = survive(make, {0: 0.8, 3: 0.3})
+    return small_trainer(tmp_path, None, CountsTokens, data_collator=encode, **options)
+
+
+def test_a_batch_is_of_the_collators_class_whole_and_in_pieces(tmp_path) -> None:
+    options = {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": ragged_rows(8)}
+    whole, survived = survive(lambda: counting(tmp_path, **options), {0: 0.8, 3: 0.3})
     assert gradients_off_by(survived, whole) <= 1e-12
 
 
 def test_what_a_loss_counts_is_of_each_row_once(tmp_path) -> None:
     """A failed attempt and the measurements before the first pieces leave nothing."""
-
-    def make():
-        _SEEN.clear()
-        return small_trainer(
-            tmp_path,
-            trainer_class=CountsTokens,
-            data_collator=lambda rows: BatchEncoding(padded(rows)),
-        )
-
-    whole = Run(make())
-    rows = [*_SEEN]
-    trainer = make()
-    survive_oom(trainer)
-    Run(trainer, {n: [int(whole.num_allocations[n] * part)] for n, part in ((0, 0.8), (3, 0.3))})
-    assert trainer.num_tokens == whole.trainer.num_tokens
-    assert rows == _SEEN
+    _SEEN.clear()
+    whole, survived = survive(lambda: counting(tmp_path), {0: 0.8, 3: 0.3})
+    assert survived.trainer.num_tokens == whole.trainer.num_tokens
+    assert _SEEN[:16] == _SEEN[16:]
 
 
 class Logs(Trainer):
@@ -213,11 +183,8 @@ def test_nor_is_one_within_a_step_taken_for_a_micro_batch(tmp_path, on_refusal: 
 
     trainer = small_trainer(tmp_path)
     trainer.add_callback(at("substep_end", look))
-    survive_oom(trainer, on_refusal=on_refusal)
-    with pytest.raises(
-        RuntimeError, match=r"once for each compute_loss, so the gradients of this step are wrong"
-    ):
-        trainer.train()
+    why = "once for each compute_loss, so the gradients of this step are wrong"
+    refuse(trainer, why, error=RuntimeError, on_refusal=on_refusal)
     assert trainer.state.global_step == 0
 
 
@@ -255,23 +222,15 @@ class Tiled(nn.Module):
 def test_layers_that_accumulate_inside_a_backward_are_refused_and_their_gradients_left_alone(
     tmp_path,
 ) -> None:
-    model = tiny_llama().double()
-    model.model.layers[0].mlp.down_proj = Tiled(model.model.layers[0].mlp.down_proj)
+    model, plain = tiny_llama().double(), tiny_llama().double()
+    for each in (model, plain):
+        each.model.layers[0].mlp.down_proj = Tiled(each.model.layers[0].mlp.down_proj)
     trainer = small_trainer(tmp_path, model)
-    survive_oom(trainer)
-    with pytest.raises(
-        torch.OutOfMemoryError, match=r"accumulates the gradient of `.*mlp\.down_proj"
-    ):
-        Run(trainer, {1: [250]})
-    before = [p.grad.clone() for p in model.parameters()]
-
-    model = tiny_llama().double()
-    model.model.layers[0].mlp.down_proj = Tiled(model.model.layers[0].mlp.down_proj)
+    refuse(trainer, r"accumulates the gradient of `.*mlp\.down_proj", {1: [250]})
     with pytest.raises(torch.OutOfMemoryError):
-        Run(small_trainer(tmp_path, model), {1: [250]})
-    assert all(
-        torch.equal(ours, p.grad) for ours, p in zip(before, model.parameters(), strict=True)
-    )
+        Run(small_trainer(tmp_path, plain), {1: [250]})
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
 
 
 class CoupledInTraining(nn.Module):
@@ -280,18 +239,14 @@ class CoupledInTraining(nn.Module):
 
 
 def test_rows_that_are_coupled_in_training_alone_are_found(tmp_path) -> None:
-    model = tiny_llama(attention_dropout=0.0).double()
-    model.model.norm = nn.Sequential(model.model.norm, CoupledInTraining())
     trainer = small_trainer(
         tmp_path,
-        model,
+        with_norm(lambda norm: nn.Sequential(norm, CoupledInTraining())),
         data_collator=lambda rows: {
             n: torch.stack([r["input_ids"][:6] for r in rows]) for n in ("input_ids", "labels")
         },
     )
-    survive_oom(trainer, ladder=())
-    with pytest.raises(torch.OutOfMemoryError, match="its gradient is not the sum over its parts"):
-        Run(trainer, {0: [100]})
+    refuse(trainer, "its gradient is not the sum over its parts", {0: [100]}, ladder=())
 
 
 def test_a_forward_of_your_own_is_refused_and_a_subclass_without_one_is_not(tmp_path) -> None:
@@ -344,10 +299,7 @@ def test_python_and_numpy_draw_the_same_numbers_again(tmp_path) -> None:
         np.random.seed(0)
         return small_trainer(tmp_path, model, per_device_train_batch_size=1)
 
-    whole = Run(make())
-    trainer = make()
-    survive_oom(trainer, ladder=("checkpointing",))
-    Run(trainer, {0: [int(0.6 * whole.num_allocations[0])]})
+    survive(make, {0: 0.6}, ladder=("checkpointing",))
     (first, *_), (failed, again, *_) = noted.get()
     assert failed == again == first
 

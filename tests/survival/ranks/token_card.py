@@ -1,9 +1,10 @@
 """A card on which a token takes 1 MB, which DeepSpeed finds nowhere on a CPU."""
 
+from tests.survival.ranks.half_full import HalfFull
 from trainer_plugins.reading import MemoryReading
 
 
-class TokenCard:
+class TokenCard(HalfFull):
     """It holds 60 tokens, and that of rank 1 holds 40."""
 
     def __init__(self, rank: int) -> None:
@@ -23,11 +24,5 @@ class TokenCard:
             device="cpu", total_bytes=self.total_bytes, peak_allocated_bytes=self.peak_bytes, **held
         )
 
-    def read_allocated_bytes(self) -> int:
-        return self.read().allocated_bytes
-
     def reset_peak(self) -> None:
         self.peak_bytes = 0
-
-    def release_cached(self) -> int:
-        return 0
