@@ -18,12 +18,12 @@ from click.testing import CliRunner
 from rich.console import Group
 
 from tests.callbacks.test_memory_watchdog import Takes
+from tests.said_device import SaidDevice
 from tests.test_thinning import STRATEGY
 from tests.test_timeline import ENTRIES, READING
 from trainer_plugins import CudaCacheCallback, EvalGenerateCleanup, MemoryWatchdog, StrategyInForce
 from trainer_plugins.cli import app
 from trainer_plugins.devices import GpuProcess
-from trainer_plugins.reading import MemoryReading
 from trainer_plugins.record.history import read_history
 from trainer_plugins.record.timeline import Beginning, Entry, Failure, Remark, Sample, to_line
 from trainer_plugins.report.text import history_report
@@ -401,24 +401,13 @@ def test_foreign_text_in_files_for_other_commands_is_shown_and_not_obeyed(tmp_pa
 
 
 def test_the_name_of_a_neighbour_is_shown_in_the_log_and_not_obeyed(make_trainer, caplog) -> None:
-    class Crowded:
+    class Crowded(SaidDevice):
         """A card on which a process with a name of its own choice holds most."""
 
-        name, uuid = "cuda:0", None
+        def processes(self) -> tuple[GpuProcess, ...]:  # type: ignore[override]
+            return GpuProcess(os.getpid(), GIB, "python"), GpuProcess(4242, 69 * GIB, HOSTILE)
 
-        def read(self) -> MemoryReading:
-            return replace(READING, total_bytes=80 * GIB, free_bytes=GIB, reserved_bytes=GIB)
-
-        def reset_peak(self) -> None:
-            pass
-
-        def release_cached(self) -> int:
-            return 0
-
-        def processes(self) -> tuple[GpuProcess, ...]:
-            return GpuProcess(os.getpid(), GIB, "python"), GpuProcess(4242, 78 * GIB, HOSTILE)
-
-    make_trainer(MemoryWatchdog(device=Crowded())).train()
+    make_trainer(MemoryWatchdog(device=Crowded(non_torch_bytes=69 * GIB))).train()
 
     (said,) = {
         record.getMessage() for record in caplog.records if "foreign-memory" in record.getMessage()

@@ -9,16 +9,13 @@ import pytest
 
 from tests import processes
 from tests.report.browser import luminance, measured_in
-from tests.report.chromium import CHROMIUM, chromium
+from tests.report.chromium import NEEDS_CHROMIUM, chromium
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = {page.relative_to(DOCS).with_suffix("").as_posix() for page in DOCS.rglob("*.md")}
 WIDTHS = (1280, 400)
 
-in_chromium = pytest.mark.skipif(
-    CHROMIUM is None, reason="no `chromium` is on the PATH: install Debian's package chromium"
-)
 
 MEASURE = r"""
 function measured(frame) {
@@ -71,7 +68,7 @@ def test_the_site_builds_strictly(site: Path) -> None:
     assert re.findall(r'<(?:link|script)[^>]*(?:href|src)="https?:', page) == []  # reads offline
 
 
-@in_chromium
+@NEEDS_CHROMIUM
 @pytest.mark.all
 @pytest.mark.parametrize("is_dark", [False, True], ids=["light", "dark"])
 def test_every_page_is_readable(site: Path, tmp_path: Path, is_dark: bool) -> None:
@@ -88,7 +85,7 @@ def test_every_page_is_readable(site: Path, tmp_path: Path, is_dark: bool) -> No
         assert seen["num_words"] >= 100, seen
 
 
-@in_chromium
+@NEEDS_CHROMIUM
 @pytest.mark.parametrize("name", ["index", "internals/measurements"])
 def test_a_page_opened_as_a_file_can_be_searched(site: Path, tmp_path: Path, name: str) -> None:
     with chromium(tmp_path) as tab:
@@ -104,7 +101,7 @@ def test_a_page_opened_as_a_file_can_be_searched(site: Path, tmp_path: Path, nam
         assert tab.console == []
 
 
-@in_chromium
+@NEEDS_CHROMIUM
 def test_what_is_wrong_with_a_page_is_measured(site: Path, tmp_path: Path) -> None:
     page = (site / "index.html").read_text()
     spoilt = site / "spoilt.html"

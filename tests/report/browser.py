@@ -55,10 +55,8 @@ def look(
     found = {}
     with chromium(folder) as tab:
         for name, text in pages.items():
-            file = folder / "page.html"
-            file.write_text(text, encoding="utf-8")
             for width in widths:
-                tab.open(file, width, is_dark=is_dark)
+                tab.show(folder, text, width=width, is_dark=is_dark)
                 found[name, width] = tab.run(MEASURE)
         return found, tab.console
 

@@ -10,7 +10,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 CHROMIUM = shutil.which("chromium")
+NEEDS_CHROMIUM = pytest.mark.skipif(
+    CHROMIUM is None, reason="no `chromium` is on the PATH: install Debian's package chromium"
+)
 _FLAGS = (
     "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
     "--host-resolver-rules=MAP * ~NOTFOUND", "--proxy-server=127.0.0.1:9",
@@ -63,6 +68,11 @@ class Tab:
         self.ask("Page.navigate", url=page.as_uri())
         self.wait("document.readyState === 'complete'")
         self.settle()
+
+    def show(self, folder: Path, page: str, **how: Any) -> None:
+        """Write a page into a folder, and load it."""
+        (folder / "page.html").write_text(page, encoding="utf-8")
+        self.open(folder / "page.html", **how)
 
     def run(self, script: str) -> Any:
         """Return the value of an expression of JavaScript."""

@@ -20,6 +20,7 @@ from trainer_plugins.planner.plan import MemoryPlan, MomentPeak, Proposal
 from trainer_plugins.report.html import page as page_module
 from trainer_plugins.report.html.page import Page
 from trainer_plugins.report.html.snapshot_page import snapshot_page
+from trainer_plugins.snapshot.oom import SnapshotCase
 from trainer_plugins.units import GIB, MIB
 
 HTML = Path(page_module.__file__).parent
@@ -149,10 +150,14 @@ STEP = [("forward", 2), ("forward", 4), ("backward", 6), ("backward", 3), ("opti
 MOMENTS = [("load", 1), *STEP, *STEP, *STEP, ("evaluation", 2), ("save", 2)]
 
 
-def page_of_snapshot(folder: Path) -> Page:
-    """A run on the allocator's model that ends in an OOM."""
+def draw_card(card: RecordedCard, folder: Path) -> tuple[SnapshotCase, Page]:
+    case, answer = explain_snapshot(card.dump(folder / "snapshot.pickle"))
+    return case, snapshot_page(answer, case)
+
+
+def draw_oom(folder: Path) -> tuple[SnapshotCase, Page]:
+    """Thirty steps on the allocator's model that keep an activation each, until the card is full."""
     card = RecordedCard(500 * MIB)
     with pytest.raises(AllocatorFull):
         train(card, 30, keeps=True)
-    case, answer = explain_snapshot(card.dump(folder / "snapshot.pickle"))
-    return snapshot_page(answer, case)
+    return draw_card(card, folder)

@@ -6,17 +6,15 @@ from pathlib import Path
 import pytest
 
 from tests.report.browser import look, luminance
-from tests.report.chromium import CHROMIUM
-from tests.report.drawn import MOMENTS, page_of_snapshot, plan_of
+from tests.report.chromium import NEEDS_CHROMIUM
+from tests.report.drawn import MOMENTS, draw_oom, plan_of
 from tests.report.test_run_page import long_run
 from tests.test_report import write
 from trainer_plugins import draw
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.record.timeline import Entry, Failure, Remark
 
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None, reason="no `chromium` is on the PATH: install Debian's package chromium"
-)
+pytestmark = NEEDS_CHROMIUM
 
 
 def page_of_run(folder: Path) -> str:
@@ -48,7 +46,7 @@ def pages(tmp_path_factory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("pages")
     return {
         "run": page_of_run(folder),
-        "snapshot": page_of_snapshot(folder),
+        "snapshot": draw_oom(folder)[1],
         "plan that fits": draw(plan_of(MOMENTS)),
         "plan that does not": draw(plan_of(MOMENTS, gpu_gib=5)),
     }

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.report.chromium import CHROMIUM, Tab, chromium
+from tests.report.chromium import NEEDS_CHROMIUM, Tab, chromium
 from tests.report.drawn import MOMENTS, plan_of
 from tests.report.test_browser import page_of_run
 from tests.report.test_run_page import long_run
@@ -15,9 +15,7 @@ from trainer_plugins import draw
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.record.timeline import Failure, Remark, Sample
 
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None, reason="no `chromium` is on the PATH: install Debian's package chromium"
-)
+pytestmark = NEEDS_CHROMIUM
 MEMORY, PACE = 'figure[data-chart="memory-0"]', 'figure[data-chart="pace-0"]'
 
 
@@ -30,9 +28,7 @@ def tab(tmp_path_factory) -> Iterator[Tab]:
 
 @pytest.fixture
 def run(tab: Tab, tmp_path: Path) -> Tab:
-    file = tmp_path / "page.html"
-    file.write_text(page_of_run(tmp_path), encoding="utf-8")
-    tab.open(file)
+    tab.show(tmp_path, page_of_run(tmp_path))
     return tab
 
 
@@ -97,10 +93,8 @@ def test_a_chart_counts_steps_shows_its_maximum_and_is_drawn_at_once(
     last = slow[-1].time_seconds
     write(tmp_path, 0, [*slow, Remark(step=59, finding=far, time_seconds=last),
                         Failure(step=59, words="OOM", record="", time_seconds=last)])  # fmt: skip
-    file = tmp_path / "page.html"
-    file.write_text(draw(tmp_path), encoding="utf-8")
     watched = tab.ask("Page.addScriptToEvaluateOnNewDocument", source=WATCHED)
-    tab.open(file)
+    tab.show(tmp_path, draw(tmp_path))
     tab.ask("Page.removeScriptToEvaluateOnNewDocument", **watched)
 
     assert tab.run("at_once") == 0, "no picture waits for a frame"
@@ -125,9 +119,7 @@ def test_the_rank_that_differs_is_named(tab: Tab, tmp_path: Path) -> None:
     for rank in range(4):
         entries = long_run(60, peak_at=7 if rank == 2 else -1, rank=rank)
         write(tmp_path, rank, entries)
-    file = tmp_path / "page.html"
-    file.write_text(draw(tmp_path), encoding="utf-8")
-    tab.open(file)
+    tab.show(tmp_path, draw(tmp_path))
     assert "Rank 2 differs: 60.00 GiB at its peak, where most have 3" in tab.text("main")
     assert tab.run("document.querySelectorAll('.many canvas:not(.over)').length") == 4
     assert "rank 2: 60.00 GiB" in tab.text(".many")
@@ -135,17 +127,13 @@ def test_the_rank_that_differs_is_named(tab: Tab, tmp_path: Path) -> None:
 
 def test_the_planned_peak_is_beside_what_was_measured(tab: Tab, tmp_path: Path) -> None:
     write(tmp_path, 0, [each for each in long_run(60, peak_at=7) if isinstance(each, Sample)])
-    file = tmp_path / "page.html"
-    file.write_text(draw(tmp_path, plan_of(MOMENTS, gpu_gib=80)), encoding="utf-8")
-    tab.open(file)
+    tab.show(tmp_path, draw(tmp_path, plan_of(MOMENTS, gpu_gib=80)))
     tab.point(f"{MEMORY} canvas", 0.3, 0.3)
     assert "planned peak 6.50 GiB" in tab.text(f"{MEMORY} .key")
 
 
 def test_a_plan_names_the_moment_under_the_pointer(tab: Tab, tmp_path: Path) -> None:
-    file = tmp_path / "page.html"
-    file.write_text(draw(plan_of(MOMENTS, gpu_gib=5)), encoding="utf-8")
-    tab.open(file)
+    tab.show(tmp_path, draw(plan_of(MOMENTS, gpu_gib=5)))
     chart = "figure[data-chart='plan']"
     tab.point(f"{chart} canvas", 0.98, 0.3)
     assert tab.text(f"{chart} .said") == "save"

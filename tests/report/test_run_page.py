@@ -14,9 +14,9 @@ from tests.report.drawn import (
     MOMENTS,
     Keeps,
     Read,
+    draw_oom,
     highest,
     loads_nothing,
-    page_of_snapshot,
     plan_of,
 )
 from tests.test_report import HOSTILE, report, write
@@ -92,7 +92,7 @@ def test_the_snapshot_of_an_oom_is_on_the_page_of_its_run(make_trainer, simgpu, 
     (file,) = (tmp_path / "run").rglob("oom-rank0.json")
     assert "<section data-snapshot" not in page_of(tmp_path / "run")
     file.write_text(json.dumps(json.loads(file.read_text()) | {"snapshot": "snapshot.pickle"}))
-    page_of_snapshot(tmp_path / "run")  # which leaves the file there
+    draw_oom(tmp_path / "run")  # which leaves the file there
     text = page_of(tmp_path / "run")
     (shown,) = Read(text).data["snapshots"]
     assert shown["asked_bytes"] == 20 * MIB

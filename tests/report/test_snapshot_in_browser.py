@@ -8,17 +8,16 @@ import pytest
 
 from tests.explain.recorded import RecordedCard
 from tests.explain.test_snapshot import in_pieces, train
-from tests.report.chromium import CHROMIUM, Tab, chromium
+from tests.report.chromium import NEEDS_CHROMIUM, Tab, chromium
+from tests.report.drawn import draw_card, draw_oom
 from trainer_plugins.allocator.model import AllocatorFull
-from trainer_plugins.explain.snapshot import compare_snapshots, explain_snapshot
+from trainer_plugins.explain.snapshot import compare_snapshots
 from trainer_plugins.report.html.snapshot_page import snapshot_page
 from trainer_plugins.snapshot.held import WORDS
 from trainer_plugins.snapshot.oom import SnapshotCase
 from trainer_plugins.units import GIB, MIB, size
 
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None, reason="no `chromium` is on the PATH: install Debian's package chromium"
-)
+pytestmark = NEEDS_CHROMIUM
 CHART = "section[data-snapshot] canvas"
 SAID = "section[data-snapshot] .said"
 LEFT, PIXELS = 58, 280  # of the chart: what its axis takes, and its height without the other axis
@@ -38,14 +37,10 @@ def tab(tmp_path_factory) -> Iterator[Tab]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> tuple[SnapshotCase, Path]:
-    """Thirty steps that keep an activation each, until the card is full."""
-    folder = tmp_path_factory.mktemp("trained")
-    card = RecordedCard(500 * MIB)
-    with pytest.raises(AllocatorFull):
-        train(card, 30, keeps=True)
-    case, answer = explain_snapshot(card.dump(folder / "snapshot.pickle"))
-    (folder / "page.html").write_text(snapshot_page(answer, case), encoding="utf-8")
-    return case, folder / "page.html"
+    page = tmp_path_factory.mktemp("trained") / "page.html"
+    case, text = draw_oom(page.parent)
+    page.write_text(text, encoding="utf-8")
+    return case, page
 
 
 def stacked(case: SnapshotCase, moment: int) -> list[tuple[int, int, str]]:
@@ -192,10 +187,7 @@ def test_the_map_names_each_gap_and_block(tab: Tab, tmp_path: Path) -> None:
     card = RecordedCard(1 * GIB)
     with pytest.raises(AllocatorFull):
         in_pieces(card)
-    case, answer = explain_snapshot(card.dump(tmp_path / "snapshot.pickle"))
-    page = tmp_path / "page.html"
-    page.write_text(snapshot_page(answer, case), encoding="utf-8")
-    tab.open(page)
+    tab.show(tmp_path, draw_card(card, tmp_path)[1])
     map_ = "section[data-snapshot] > figure:nth-of-type(3)"
     assert tab.text(f"{map_} figcaption") == (
         "Where it lay when it ran out: 320.0 MiB free in 20 gaps, the largest 16.0 MiB;"
@@ -217,9 +209,7 @@ def test_two_snapshots_stand_side_by_side_on_one_scale(tab: Tab, tmp_path: Path)
     train(card, 2)
     after = card.dump(tmp_path / "after.pickle")
     cases, answer = compare_snapshots(before, after)
-    page = tmp_path / "page.html"
-    page.write_text(snapshot_page(answer, *cases), encoding="utf-8")
-    tab.open(page)
+    tab.show(tmp_path, snapshot_page(answer, *cases))
     left, top = tab.box("section[data-snapshot='0'] canvas")[:2]
     other_left, other_top = tab.box("section[data-snapshot='1'] canvas")[:2]
     assert left + 300 < other_left
@@ -235,10 +225,7 @@ def test_a_snapshot_without_events_is_drawn_as_it_ended(tab: Tab, tmp_path: Path
     card = RecordedCard()
     train(card, 2)
     card.events.clear()
-    case, answer = explain_snapshot(card.dump(tmp_path / "snapshot.pickle"))
-    page = tmp_path / "page.html"
-    page.write_text(snapshot_page(answer, case), encoding="utf-8")
-    tab.open(page, width=390)
+    tab.show(tmp_path, draw_card(card, tmp_path)[1], width=390)
     assert "in use at the peak" in tab.text("section[data-snapshot] > figure:nth-of-type(2)")
     tab.point("section[data-snapshot] canvas", 0.99, 0.5)
     assert "MiB" in tab.text("section[data-snapshot] > figure:nth-of-type(2) .said")
@@ -251,10 +238,7 @@ def test_hostile_names_are_shown_as_text(tab: Tab, tmp_path: Path) -> None:
     card = RecordedCard()
     for _ in range(8):
         card.alloc(GIB, [(f"/x/{wild}.py", 3, wild)])
-    case, answer = explain_snapshot(card.dump(tmp_path / "snapshot.pickle"))
-    page = tmp_path / "page.html"
-    page.write_text(snapshot_page(answer, case), encoding="utf-8")
-    tab.open(page)
+    tab.show(tmp_path, draw_card(card, tmp_path)[1])
     tab.click(CHART, 0.9, 0.6)
     assert tab.text(".block").count("<img src=x onerror=") >= 2
     tab.point("section[data-snapshot] > figure:nth-of-type(2) canvas", 0.5, 0.1)
