@@ -4,7 +4,10 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from transformers import TrainerCallback
+
+from trainer_plugins.units import MIB
 
 
 def at(event: str, act: Callable[[Any], object], *steps: int) -> TrainerCallback:
@@ -19,3 +22,13 @@ def at(event: str, act: Callable[[Any], object], *steps: int) -> TrainerCallback
 
     setattr(At, f"on_{event}", happens)
     return At()
+
+
+def takes(*mibs: int) -> Callable[[Any], None]:
+    """Return what takes some MiB of the run's device, one size after the other, and frees them."""
+
+    def take(now: Any) -> None:
+        for mib in mibs:
+            torch.zeros(mib * MIB, dtype=torch.uint8, device=now.args.device)
+
+    return take

@@ -17,7 +17,7 @@ import torch
 from click.testing import CliRunner
 from rich.console import Group
 
-from tests.callbacks.test_memory_watchdog import Takes
+from tests.events import at, takes
 from tests.said_device import SaidDevice
 from tests.test_thinning import STRATEGY
 from tests.test_timeline import ENTRIES, READING
@@ -85,10 +85,16 @@ def test_each_run_into_a_folder_has_its_own_block_the_last_one_first(
     for mib in (150, 20):  # a launch, and another one
         torch.accelerator.empty_cache()
         make_trainer(
-            Takes(train=mib), *(each() for each in callbacks), eval_strategy="steps", eval_steps=4
+            at("step_begin", takes(mib)),
+            *(each() for each in callbacks),
+            eval_strategy="steps",
+            eval_steps=4,
         ).train()
     again = make_trainer(
-        Takes(train=60), *(each() for each in callbacks), max_steps=3, save_strategy="steps"
+        at("step_begin", takes(60)),
+        *(each() for each in callbacks),
+        max_steps=3,
+        save_strategy="steps",
     )
     again.train()
     again.train()  # as a cell of a notebook that is run twice

@@ -11,8 +11,8 @@ from queue import Queue
 
 import pytest
 import torch
-from transformers import TrainerCallback
 
+from tests.events import at, takes
 from tests.models import token_rows
 from trainer_plugins import MemoryWatchdog, OOMReporter, SurviveOOM
 from trainer_plugins.record.timeline import Failure, Timeline
@@ -91,12 +91,7 @@ def _nobody_sees_the_url(caplog, capfd, tmp_path) -> Iterator[None]:
     assert "do-not-tell" not in shown
 
 
-class Fills(TrainerCallback):
-    """Takes nearly all of the card for a moment, which is an ERROR finding."""
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == 2:
-            torch.zeros(250 * MIB, dtype=torch.uint8, device=args.device)
+FILLS = at("step_begin", takes(250), 2)  # nearly all of the card, which is an ERROR finding
 
 
 def fail(tmp_path: Path, rank: int = 0, record: str = "") -> None:
@@ -111,7 +106,7 @@ def said(caplog) -> list[str]:
 
 
 def test_an_error_finding_and_the_end_are_posted(make_trainer, simgpu, server, caplog) -> None:
-    make_trainer(MemoryWatchdog(), Fills(), max_steps=4).train()
+    make_trainer(MemoryWatchdog(), FILLS, max_steps=4).train()
 
     finding, ended = server.got.get(timeout=60), server.got.get(timeout=60)
     assert server.codes() == []
@@ -130,7 +125,7 @@ def test_nothing_is_posted_unless_the_variable_is_set(
     make_trainer, simgpu, server, monkeypatch
 ) -> None:
     monkeypatch.delenv(VARIABLE)
-    make_trainer(MemoryWatchdog(), Fills(), max_steps=4).train()
+    make_trainer(MemoryWatchdog(), FILLS, max_steps=4).train()
 
     assert server.codes() == []
 
@@ -141,7 +136,7 @@ def test_a_dry_run_posts_nothing_and_writes_nothing_where_the_real_run_would(
     """Not even if a script names its folder after its arguments were made."""
     monkeypatch.setenv("TRAINER_PLUGINS_DRYCUDA", str(tmp_path / "dry"))
     watchdog = MemoryWatchdog(prometheus_dir=tmp_path / "node")
-    trainer = make_trainer(watchdog, OOMReporter(), Fills(), max_steps=2, logging_strategy="steps")
+    trainer = make_trainer(watchdog, OOMReporter(), FILLS, max_steps=2, logging_strategy="steps")
     trainer.args.output_dir = str(tmp_path / "real")
     trainer.args.logging_steps = 1
     trainer.train()
@@ -186,7 +181,7 @@ def test_what_survival_did_is_posted(make_trainer, simgpu, server) -> None:
 
 def test_training_and_its_end_do_not_wait_for_a_slow_server(make_trainer, simgpu, server) -> None:
     server.may_answer.clear()
-    make_trainer(MemoryWatchdog(), Fills(), max_steps=4).train()
+    make_trainer(MemoryWatchdog(), FILLS, max_steps=4).train()
 
     assert server.got.get(timeout=60)["code"] == "memory-pressure"
     assert server.got.qsize() == 0  # nothing more before the first is answered
@@ -234,7 +229,7 @@ def test_a_server_that_is_gone_and_a_url_that_is_none_cost_one_line(
     gone = Server()
     gone.server_close()
     monkeypatch.setenv(VARIABLE, url or gone.url)
-    trainer = make_trainer(MemoryWatchdog(), Fills(), max_steps=3)
+    trainer = make_trainer(MemoryWatchdog(), FILLS, max_steps=3)
     trainer.train()
     gone.codes()
 

@@ -37,6 +37,7 @@ CLASSES = [
     thing for thing in PUBLIC if isinstance(thing, type) and issubclass(thing, TrainerCallback)
 ]
 READING = [CudaCacheCallback, EvalGenerateCleanup, MemoryWatchdog]
+TWICE = "{} was added twice: the second one has no effect. Remove one"
 COPIED = ((SurviveOOM, "simgpu"),)
 """The one that changes most; the others wait for a turn of `--all`."""
 
@@ -138,10 +139,7 @@ def test_the_same_callback_given_twice_says_so_and_acts_once(
     last = at("step_end", lambda now: steps.append(now.state.global_step))
     make_trainer(callback, callback, last).train()
 
-    who = callback_class.__name__
-    assert said_by_ours(caplog) == [
-        f"{who} was added twice: the second one has no effect. Remove one"
-    ]
+    assert said_by_ours(caplog) == [TWICE.format(callback_class.__name__)]
     assert steps == [1, 2, 3, 4, 5, 6, 7, 8]  # no event of another callback was skipped
     if callback_class is MemoryWatchdog:
         assert len(read_entries(tmp_path / "run")) == 10
@@ -161,11 +159,7 @@ def test_a_callback_added_twice_says_so_and_acts_once(
     callback_class, make_trainer, caplog, anywhere
 ) -> None:
     make_trainer(callback_class(), callback_class()).train()
-
-    said = said_by_ours(caplog)
-    assert said == [
-        f"{callback_class.__name__} was added twice: the second one has no effect. Remove one"
-    ]
+    assert said_by_ours(caplog) == [TWICE.format(callback_class.__name__)]
 
 
 def test_a_callback_added_late_works_all_the_same(make_trainer, tmp_path) -> None:
@@ -249,17 +243,13 @@ def test_a_model_in_training_can_be_copied_and_pickled(make_trainer) -> None:
     assert copies[0] is not copies[1]
 
 
-class Breaks(TrainerCallback):
-    """What somebody else's callback raises ends the training."""
-
-    def on_step_end(self, args, state, control, **kwargs):
-        raise LookupError("a step that breaks")
-
-
 @pytest.mark.all(unless=lambda callback_class: callback_class in (MemoryWatchdog, SurviveOOM))
 @pytest.mark.parametrize("callback_class", CLASSES)
 def test_a_training_that_raised_keeps_no_model(callback_class, make_trainer) -> None:
-    trainer = make_trainer(callback_class(), Breaks())
+    def breaks(_) -> None:
+        raise LookupError("what somebody else's callback raises ends the training")
+
+    trainer = make_trainer(callback_class(), at("step_end", breaks))
     with pytest.raises(LookupError):
         trainer.train()
 
@@ -350,12 +340,6 @@ def test_a_reading_that_fails_ends_no_training(
     monkeypatch.setattr(torch._C, "_accelerator_getDeviceStats", fail_or_tell)
     torch.ones(1, device="simgpu")  # torch has counters from its first allocation on
     for number, error in enumerate(ERRORS):
-
-        class Fails(TrainerCallback):
-            def on_step_begin(self, args, state, control, **kwargs):
-                if state.global_step == fails_from:
-                    failing.append(error)  # noqa: B023 - used up within the loop
-
         caplog.clear()
         failing[:] = [error] * (not fails_from)
         options = (
@@ -370,7 +354,8 @@ def test_a_reading_that_fails_ends_no_training(
             "max_steps": 4,
         }
         trainer = make_trainer(
-            Fails(), callback_class(**options), **settings, logging_strategy="steps", logging_steps=1,
+            at("step_begin", lambda _: failing.append(error), fails_from),  # noqa: B023 - used up in the loop
+            callback_class(**options), **settings, logging_strategy="steps", logging_steps=1,
             output_dir=str(tmp_path / str(number)),
         )  # fmt: skip
         trainer.train()

@@ -2,7 +2,7 @@
 
 import torch
 
-from tests.events import at
+from tests.events import at, takes
 from tests.said_device import SaidDevice
 from trainer_plugins import CudaCacheCallback
 from trainer_plugins.devices.accelerator import open_device
@@ -12,12 +12,9 @@ from trainer_plugins.units import GIB, MIB
 
 def flushes(make_trainer, mib: int, *more, steps: int = 8, **settings) -> list[Flush]:
     """Each step leaves some MiB in the allocator's cache, as a long batch does."""
-
-    def fill(now) -> None:
-        torch.zeros(mib * MIB, dtype=torch.uint8, device=now.args.device)
-
     timeline = Timeline()
-    callbacks = (at("step_begin", fill), *more, CudaCacheCallback(**settings, timeline=timeline))
+    fill = at("step_begin", takes(mib))
+    callbacks = (fill, *more, CudaCacheCallback(**settings, timeline=timeline))
     make_trainer(*callbacks, max_steps=steps).train()
     return [entry for entry in timeline if isinstance(entry, Flush)]
 

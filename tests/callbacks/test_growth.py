@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache, Trainer, TrainerCallback
 
+from tests.events import at
 from tests.models import IN_ORDER
 from trainer_plugins import MemoryWatchdog
 from trainer_plugins.finding import Finding
@@ -406,27 +407,16 @@ def test_what_each_worker_keeps_is_named(make_trainer, simgpu, monkeypatch) -> N
     assert "`self.cache.clear()`" in finding.remedy
 
 
-class BatchesAlive(TrainerCallback):
-    """Finds the batches that are on the card after the last step."""
-
-    def __init__(self) -> None:
-        self.lengths: set[int] = set()
-
-    def on_step_end(self, args, state, control, **event):
-        if state.global_step < STEPS:
-            return
-        tensors = [each for each in gc.get_objects() if type(each) is torch.Tensor]
-        self.lengths = {
-            each.size(1)
-            for each in tensors
-            if each.device.type == "simgpu" and each.dtype == torch.long and each.dim() == 2
-        }
-
-
 @pytest.mark.skipif(not IN_ORDER, reason="this Trainer always shuffles")
 def test_lengths_that_fill_the_cache_are_named(make_trainer, simgpu) -> None:
     """Of 20 to 70 tokens, none twice; each takes half a MiB for a token, for a moment."""
     rows = [{"input_ids": [1] * length, "labels": [1] * length} for length in range(20, 71)]
+    lengths: set[int] = set()
+
+    def find_batches(_) -> None:
+        tensors = [each for each in gc.get_objects() if type(each) is torch.Tensor]
+        on_card = [each for each in tensors if each.device.type == "simgpu" and each.dim() == 2]
+        lengths.update(each.size(1) for each in on_card if each.dtype == torch.long)
 
     def plant(trainer: Trainer) -> None:
         trainer.train_dataset = rows
@@ -434,11 +424,10 @@ def test_lengths_that_fill_the_cache_are_named(make_trainer, simgpu) -> None:
             lambda module, args, _: [some(trainer.args, 512 * args[0].size(1))].clear()
         )
 
-    alive = BatchesAlive()
     simgpu.set_capacity(1 << 30)
     finding = leak_of(
         make_trainer,
-        alive,
+        at("step_end", find_batches, STEPS),
         prepare=plant,
         code="leak-cache",
         per_device_train_batch_size=1,
@@ -448,4 +437,4 @@ def test_lengths_that_fill_the_cache_are_named(make_trainer, simgpu) -> None:
     assert "; 8 shapes of input_ids in 8 steps, [1, 60] to [1, 67]" in finding.evidence
     assert "expandable_segments" in finding.remedy
     # A frame whose variables were read holds them, before Python 3.13.
-    assert alive.lengths == {69}, "what was read for the finding is kept"
+    assert lengths == {69}, "what was read for the finding is kept"

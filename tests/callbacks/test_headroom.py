@@ -2,37 +2,22 @@
 
 import pytest
 import torch
-from transformers import TrainerCallback
 
+from tests.events import at, takes
 from trainer_plugins import Headroom
 from trainer_plugins.units import MIB
 
-STRANGER = 4242
-
-
-class Caches(TrainerCallback):
-    """Takes 100 MiB twice, one after the other, in sizes of which neither serves the other."""
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        for mib in (90, 110):
-            torch.zeros(mib * MIB, dtype=torch.uint8, device=args.device)
-
-
-class Communicates(TrainerCallback):
-    """Takes 64 MiB of the card beside torch at the end of the second step, as NCCL takes buffers."""
-
-    def __init__(self, card) -> None:
-        self.card = card
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 2:
-            if self.card.free_bytes < 64 * MIB:
-                raise RuntimeError("NCCL error: Failed to CUDA calloc async 67108864 bytes")
-            self.card.hold(STRANGER, 64 * MIB, "nccl")
+CACHES = at("step_begin", takes(90, 110))  # of these sizes neither serves the other
 
 
 def test_buffers_outside_torch_find_room(make_trainer, simgpu) -> None:
-    callbacks = (Caches(), Communicates(simgpu.card()))
+    def communicate(_) -> None:
+        """Take 64 MiB of the card beside torch, as NCCL takes buffers."""
+        if simgpu.card().free_bytes < 64 * MIB:
+            raise RuntimeError("NCCL error: Failed to CUDA calloc async 67108864 bytes")
+        simgpu.card().hold(4242, 64 * MIB, "nccl")
+
+    callbacks = (CACHES, at("step_end", communicate, 2))
     with pytest.raises(RuntimeError, match="NCCL error"):
         make_trainer(*callbacks, max_steps=3).train()
     torch.accelerator.empty_cache()
@@ -49,7 +34,7 @@ def test_the_limit_is_in_torchs_words_and_is_put_back_if_training_raises(
     torch.zeros(1, device="simgpu")
     torch.get_device_module("simgpu").set_per_process_memory_fraction(0.9)
     with pytest.raises(torch.OutOfMemoryError, match=r"76\.80 MiB allowed; Of the allocated"):
-        make_trainer(Caches(), Headroom(leave_fraction=0.7)).train()
+        make_trainer(CACHES, Headroom(leave_fraction=0.7)).train()
 
     assert torch.get_device_module("simgpu").get_per_process_memory_fraction() == 0.9
     torch.get_device_module("simgpu").set_per_process_memory_fraction(1.0)

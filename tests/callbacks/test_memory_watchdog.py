@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from transformers import Trainer, TrainerCallback
 
 from tests import processes
-from tests.events import at
+from tests.events import at, takes
 from tests.report.drawn import Read
 from tests.written import read_entries, read_findings
 from trainer_plugins import CudaCacheCallback, MemoryWatchdog, OOMReporter, draw
@@ -21,25 +21,6 @@ from trainer_plugins.cli import app
 from trainer_plugins.finding import Severity
 from trainer_plugins.record.timeline import Remark, Sample, Timeline
 from trainer_plugins.units import MIB
-
-
-class Takes(TrainerCallback):
-    """Takes and frees some MiB at a moment of the run."""
-
-    def __init__(self, **mib: int) -> None:
-        self.mib = mib
-
-    def _take(self, moment: str, args) -> None:
-        torch.zeros(self.mib.get(moment, 0) * MIB, dtype=torch.uint8, device=args.device)
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        self._take("train", args)
-
-    def on_prediction_step(self, args, state, control, **kwargs):
-        self._take("eval", args)
-
-    def on_save(self, args, state, control, **kwargs):
-        self._take("save", args)
 
 
 def run(make_trainer, *callbacks, steps: int = 8, args=None, **settings) -> Timeline:
@@ -71,7 +52,10 @@ class EvaluatesItselfAndLogs(EvaluatesItself):
 def test_the_final_evaluation_is_seen_once(make_trainer, simgpu, kind, peak_mib) -> None:
     timeline = Timeline()
     trainer = make_trainer(
-        MemoryWatchdog(timeline=timeline), Takes(eval=30), trainer_class=kind, max_steps=2
+        MemoryWatchdog(timeline=timeline),
+        at("prediction_step", takes(30)),
+        trainer_class=kind,
+        max_steps=2,
     )
     trainer.train()
     assert samples(timeline, "eval") == []
@@ -84,10 +68,7 @@ def test_the_final_evaluation_is_seen_once(make_trainer, simgpu, kind, peak_mib)
     assert seen.reading.peak_allocated_bytes > peak_mib * MIB
 
 
-def thrash(now) -> None:
-    """Take more than the cache has in one piece, three times."""
-    for mib in (130, 150, 170):
-        torch.zeros(mib * MIB, dtype=torch.uint8, device=now.args.device)
+thrash = takes(130, 150, 170)  # each more than the cache has in one piece
 
 
 def samples(timeline: Timeline, moment: str) -> list[Sample]:
@@ -114,7 +95,8 @@ def the_finding(timeline: Timeline, code: str):
 def test_each_moment_has_its_own_peak(make_trainer, simgpu) -> None:
     args = {"eval_strategy": "steps", "eval_steps": 4, "save_strategy": "steps", "save_steps": 4}
 
-    timeline = run(make_trainer, Takes(train=20, eval=60, save=100), args=args)
+    mibs = {"step_begin": 20, "prediction_step": 60, "save": 100}
+    timeline = run(make_trainer, *(at(it, takes(mib)) for it, mib in mibs.items()), args=args)
 
     peaks = {m: {round(s.reading.peak_allocated_bytes / MIB / 20) for s in samples(timeline, m)} for m in
              ("train", "eval", "save")}  # fmt: skip
@@ -129,7 +111,8 @@ def test_each_moment_has_its_own_peak(make_trainer, simgpu) -> None:
 def test_looking_seldom_still_parts_training_from_evaluation(make_trainer, simgpu) -> None:
     timeline = run(
         make_trainer,
-        Takes(train=60, eval=20),
+        at("step_begin", takes(60)),
+        at("prediction_step", takes(20)),
         every_steps=5,
         args={"eval_strategy": "steps", "eval_steps": 4},
     )
@@ -146,7 +129,7 @@ def test_a_healthy_run_is_silent(make_trainer, anywhere, caplog) -> None:
 
 
 def test_pressure_is_the_peak_and_is_said_once(make_trainer, simgpu, caplog) -> None:
-    timeline = run(make_trainer, Takes(train=236))
+    timeline = run(make_trainer, at("step_begin", takes(236)))
 
     assert findings(timeline) == {"memory-pressure": [1]}
     finding = the_finding(timeline, "memory-pressure")
@@ -159,20 +142,15 @@ def test_pressure_is_the_peak_and_is_said_once(make_trainer, simgpu, caplog) -> 
 
 
 def test_a_full_cache_is_no_pressure(make_trainer, simgpu) -> None:
-    timeline = run(make_trainer, Takes(train=120, eval=0), Takes(train=110))
+    timeline = run(make_trainer, at("step_begin", takes(120, 110)))
 
     assert torch.accelerator.memory_reserved() > 110 * MIB
     assert findings(timeline) == {}
 
 
 def test_stops_in_good_order_past_the_act_mark(make_trainer, simgpu, tmp_path) -> None:
-    class Growing(Takes):
-        def on_step_begin(self, args, state, control, **kwargs):
-            self.mib["train"] = 250 if state.global_step >= 3 else 10
-            super().on_step_begin(args, state, control, **kwargs)
-
-    watchdog = MemoryWatchdog(stop=True)
-    trainer = make_trainer(Growing(), watchdog)
+    growing = at("step_begin", takes(250), *range(3, 8)), at("step_begin", takes(10))
+    trainer = make_trainer(*growing, MemoryWatchdog(stop=True))
     trainer.train()
 
     assert trainer.state.global_step == 4
@@ -185,7 +163,7 @@ def test_stops_in_good_order_past_the_act_mark(make_trainer, simgpu, tmp_path) -
 
 
 def test_without_stop_it_only_speaks(make_trainer, simgpu) -> None:
-    timeline = run(make_trainer, Takes(train=250))
+    timeline = run(make_trainer, at("step_begin", takes(250)))
 
     assert the_finding(timeline, "memory-pressure").severity is Severity.ERROR
     assert len(samples(timeline, "train")) == 8
@@ -257,14 +235,11 @@ def test_a_leak_is_said_until_the_end(make_trainer, simgpu, tmp_path, mib: float
 
 
 def test_batches_of_changing_length_are_no_leak(make_trainer, simgpu) -> None:
-    class Uneven(TrainerCallback):
-        kept = None
+    def keep(now) -> None:
+        mib = (3, 9, 5, 14, 7)[now.state.global_step % 5]
+        now.model.kept = torch.zeros(mib * MIB, dtype=torch.uint8, device=now.args.device)
 
-        def on_step_end(self, args, state, control, **kwargs):
-            mib = (3, 9, 5, 14, 7)[state.global_step % 5]
-            self.kept = torch.zeros(mib * MIB, dtype=torch.uint8, device=args.device)
-
-    assert findings(run(make_trainer, Uneven(), steps=64)) == {}
+    assert findings(run(make_trainer, at("step_end", keep), steps=64)) == {}
 
 
 def test_a_growing_neighbour_and_a_leak_outside_torch_are_told_apart(make_trainer, simgpu) -> None:
@@ -320,7 +295,8 @@ def test_training_before_an_evaluation_at_the_end_of_an_epoch_keeps_its_own_peak
 ) -> None:
     args = {"eval_strategy": "epoch", "num_train_epochs": 1}
 
-    timeline = run(make_trainer, Takes(train=60), steps=-1, every_steps=1000, args=args)
+    taking = at("step_begin", takes(60))
+    timeline = run(make_trainer, taking, steps=-1, every_steps=1000, args=args)
 
     assert (
         [s.step for s in samples(timeline, "train")]
@@ -332,19 +308,14 @@ def test_training_before_an_evaluation_at_the_end_of_an_epoch_keeps_its_own_peak
 
 
 def test_a_timeline_of_ones_own_still_hears_of_releases(make_trainer, simgpu) -> None:
-    class Islands(TrainerCallback):
-        """Leaves a small tensor in each of many segments, so that a release can give none of them back."""
+    def leave_islands(now) -> None:
+        """Of three tensors in a segment one stays, so that a release can give none of them back."""
+        device = now.args.device
+        three_each = [torch.zeros(6 * MIB, dtype=torch.uint8, device=device) for _ in range(12)]
+        now.model.kept = three_each[::3]
 
-        def on_step_begin(self, args, state, control, **kwargs):
-            if state.global_step == 2:
-                three_a_segment = [
-                    torch.zeros(6 * MIB, dtype=torch.uint8, device=args.device) for _ in range(12)
-                ]
-                self.kept = three_a_segment[::3]
-
-    timeline = run(
-        make_trainer, Islands(), CudaCacheCallback(interval=1, min_reclaimable_fraction=0)
-    )
+    releases = CudaCacheCallback(interval=1, min_reclaimable_fraction=0)
+    timeline = run(make_trainer, at("step_begin", leave_islands, 2), releases)
 
     assert findings(timeline)["memory-fragmentation"] == [3]
 
@@ -352,7 +323,8 @@ def test_a_timeline_of_ones_own_still_hears_of_releases(make_trainer, simgpu) ->
 def test_one_watchdog_serves_two_runs(make_trainer, tmp_path, simgpu) -> None:
     watchdog = MemoryWatchdog()
     for fold in ("a", "b"):
-        make_trainer(Takes(train=236), watchdog, output_dir=str(tmp_path / fold)).train()
+        taking = at("step_begin", takes(236))
+        make_trainer(taking, watchdog, output_dir=str(tmp_path / fold)).train()
 
     for fold in ("a", "b"):
         assert len(read_entries(tmp_path / fold, Sample)) == 10
@@ -360,11 +332,11 @@ def test_one_watchdog_serves_two_runs(make_trainer, tmp_path, simgpu) -> None:
 
 
 def test_a_second_training_is_not_stopped_for_the_first(make_trainer, simgpu) -> None:
-    takes = Takes(train=250)
-    trainer = make_trainer(takes, MemoryWatchdog(stop=True, timeline=Timeline()))
+    taking = at("step_begin", takes(250))
+    trainer = make_trainer(taking, MemoryWatchdog(stop=True, timeline=Timeline()))
     trainer.train()
     assert trainer.state.global_step == 1
-    takes.mib.clear()
+    trainer.remove_callback(taking)
     torch.accelerator.empty_cache()
     trainer.train()
 

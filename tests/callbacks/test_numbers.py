@@ -12,8 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import Trainer, TrainerCallback
 
-from tests.callbacks.test_memory_watchdog import Takes, thrash
-from tests.events import at
+from tests.callbacks.test_memory_watchdog import thrash
+from tests.events import at, takes
 from tests.written import read_entries
 from trainer_plugins import CudaCacheCallback, MemoryWatchdog
 from trainer_plugins.devices import HostDevice
@@ -41,13 +41,8 @@ def rows(trainer: Trainer) -> dict[int, dict[str, float]]:
 
 
 def test_the_lines_of_training_have_the_numbers(make_trainer, simgpu, tmp_path) -> None:
-    class Rising(Takes):
-        def on_step_begin(self, args, state, control, **kwargs):
-            self.mib["train"] = 20 * (state.global_step + 1)
-            super().on_step_begin(args, state, control, **kwargs)
-
     trainer = make_trainer(
-        Rising(),
+        at("step_begin", lambda now: takes(20 * (now.state.global_step + 1))(now)),
         MemoryWatchdog(),
         **LOGGED,
         save_strategy="steps",
@@ -220,7 +215,7 @@ def test_where_the_watchdog_goes_in_front_every_callback_still_hears_each_event_
 
 
 def test_without_trackers_it_stays_where_it_was_put(make_trainer) -> None:
-    mine, watchdog = Takes(), MemoryWatchdog()
+    mine, watchdog = TrainerCallback(), MemoryWatchdog()
     trainer = make_trainer(mine, watchdog, **LOGGED)
     trainer.train()
 
@@ -251,7 +246,7 @@ def test_prometheus_finds_a_whole_file(make_trainer, simgpu, tmp_path) -> None:
     folder = tmp_path / "node_exporter"
     watchdog = MemoryWatchdog(prometheus_dir=folder)
     trainer = make_trainer(
-        Takes(train=20),
+        at("step_begin", takes(20)),
         CudaCacheCallback(interval=1, min_reclaimable_fraction=0),
         watchdog,
         **LOGGED,

@@ -20,7 +20,7 @@ from huggingface_hub.utils._paths import filter_repo_objects
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from tests.events import at
+from tests.events import at, takes
 from tests.models import tiny_llama, token_rows
 from tests.written import read_entries
 from trainer_plugins import MemoryWatchdog, OOMReporter, protect, report_oom
@@ -364,11 +364,7 @@ def test_a_snapshot_where_there_is_none_is_said(make_trainer, caplog) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")
 def test_a_snapshot_is_taken_inside_the_throw(make_trainer, tmp_path) -> None:
-    class Takes(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            torch.empty(1 << 45, dtype=torch.uint8, device=args.device)
-
-    died(make_trainer(Takes(), OOMReporter(snapshot=True)))
+    died(make_trainer(at("step_end", takes(1 << 25)), OOMReporter(snapshot=True)))
     (record,) = records(tmp_path)
     ours = tmp_path / "run" / "_trainer_plugins"
     snapshot = pickle.loads((ours / record.snapshot).read_bytes())
