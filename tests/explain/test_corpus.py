@@ -15,7 +15,7 @@ from trainer_plugins.cli.as_json import plain
 CORPUS = Path(__file__).parent / "corpus"
 # Each set's first run, how many were right first, is its result: the rules had not seen them.
 FIRST_RUN = {"fresh": 40, "fresh2": 40, "fresh3": 42, "fresh4": 41}
-WHOLE_LOGS_RIGHT = 49  # the first run of fresh5, whose texts are not here
+WHOLE_LOGS = {"fresh5": 49}  # its texts are not here
 PAGE = Path(__file__).with_name("README.md")
 
 
@@ -117,20 +117,13 @@ def test_a_text_of_today_gets_its_cause_and_a_remedy_for_its_card(
     assert [word for word in strange if re.search(rf"(?<![\w-]){re.escape(word)}", typed)] == []
 
 
-@pytest.mark.parametrize(("folder", "right"), FIRST_RUN.items())
+@pytest.mark.parametrize(("folder", "right"), [*FIRST_RUN.items(), *WHOLE_LOGS.items()])
 def test_the_page_counts_the_fresh_texts(folder: str, right: int) -> None:
     files = [each[1] for each in fresh(folder)]
     num_decided = sum(each[0] == "y" for each in fresh(folder))
-    there = CORPUS.with_name(folder).iterdir()
-
-    assert sorted([*files, "index.txt"]) == sorted(path.name for path in there)
-    row = rf"^{folder} +{len(files)} +{right} +{num_decided} .* {len(files)}$"
-    assert re.search(row, PAGE.read_text(), re.M)
-
-
-def test_the_page_counts_the_whole_logs() -> None:
-    labels = fresh("fresh5")
-    num_decided = sum(each[0] == "y" for each in labels)
-
-    row = rf"^fresh5 +{len(labels)} +{WHOLE_LOGS_RIGHT} +{num_decided} "
+    row = rf"^{folder} +{len(files)} +{right} +{num_decided} "
+    if folder in FIRST_RUN:
+        there = CORPUS.with_name(folder).iterdir()
+        assert sorted([*files, "index.txt"]) == sorted(path.name for path in there)
+        row += f".* {len(files)}$"
     assert re.search(row, PAGE.read_text(), re.M)

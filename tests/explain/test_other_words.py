@@ -210,19 +210,6 @@ def test_a_shell_says_killed_in_its_own_language(text: str) -> None:
     assert explained(text).causes[0].code == "host-kill"
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "success: 已杀死服务器进程: 1234",
-        "Das Tier wurde getötet",
-        "Tué par qui ?",
-        "Killed by whom",
-    ],
-)
-def test_a_sentence_about_killing_is_no_kill(text: str) -> None:
-    assert not explained(text).causes
-
-
 def test_unsloths_buffers_are_pinned() -> None:
     path = "/v/lib/python3.12/site-packages/unsloth_zoo/gradient_checkpointing.py"
     for source in (
@@ -280,20 +267,6 @@ def test_pressure_is_no_oom_and_has_remedies() -> None:
     assert "--torch_empty_cache_steps 1" in out
 
 
-def test_a_table_alone_tells_dataparallel_from_ranks_on_one_card() -> None:
-    def code(*rows: tuple[int, int, int]) -> list[str]:
-        table = "".join(
-            f"|  {card}  N/A  N/A  {pid}  C  python  {mib}MiB |\n" for card, pid, mib in rows
-        )
-        return [cause.code for cause in explained(table).causes]
-
-    assert code((0, 11, 10505), (1, 11, 4991), (4, 11, 4925)) == ["data-parallel"]
-    assert code((5, 11, 2885), (5, 12, 1387), (5, 13, 1387), (6, 12, 2889), (7, 13, 2889)) == [
-        "ddp-gpu0"
-    ]
-    assert code((0, 11, 9000), (1, 12, 9000)) == []
-
-
 def test_a_size_that_the_driver_does_not_know_is_said() -> None:
     unknown = "Including non-PyTorch memory, this process has 17179869184.00 GiB memory in use."
     answer = explained(said("2.00 GiB", "24.00 GiB", "0 bytes", "12.00 GiB", "0.30 GiB", unknown))
@@ -303,13 +276,6 @@ def test_a_size_that_the_driver_does_not_know_is_said() -> None:
     assert "Task Manager" in todo(answer)
     free = said("2.00 GiB", "24.00 GiB", "17179869184.00 GiB", "12.00 GiB", "0.30 GiB")
     assert explained(free).causes[0].code == "capacity"
-
-
-def test_a_cudnn_that_is_not_initialised_in_backward_is_a_full_card() -> None:
-    backward = frame("/app/train.py", "train", "loss.backward()")
-    answer = explained(backward + "RuntimeError: cuDNN error: CUDNN_STATUS_NOT_INITIALIZED")
-
-    assert (answer.causes[0].code, answer.causes[0].grade) == ("capacity", "possible")
 
 
 @pytest.mark.parametrize(
@@ -330,6 +296,20 @@ def test_an_oom_that_a_person_tells_of_is_explained(told: str, code: str) -> Non
 @pytest.mark.parametrize(
     "text",
     [
+        # A sentence about killing, a nine elsewhere.
+        "success: 已杀死服务器进程: 1234",
+        "Das Tier wurde getötet",
+        "Tué par qui ?",
+        "Killed by whom",
+        "kill -9 4541",
+        "    return x[:, -9:]",
+        "Unable to shutdown process 123 via 15, forcefully exiting via 9",
+        "exit code 1, 137 rows",
+        "python3.9 exited with code 1",
+        "terminated after 137 steps",
+        # A question on something else.
+        "The loss is NaN on a card with 24 GB. Why?",
+        "0%| | 0/80 [00:00<?, ?it/s] 8 GB",
         "step 3\n" * 100 + "a smaller batch, and OOM is far\n",
         "it trains without OOM",
         "OOM?\n" + frame("/app/run.py", "<module>", "x[9]") + "IndexError: list index out of range",
@@ -374,15 +354,6 @@ def test_unused_memory_that_was_enough_comes_before_others_that_are_only_counted
 
     assert [one.code for one in counted.causes][:2] == ["fragmentation", "foreign"]
     assert named.causes[0].code == "foreign"
-
-
-def test_what_ray_only_suspects_is_a_guess() -> None:
-    died = (
-        "Worker exits with an exit code None. The worker may have exceeded K8s pod memory limits."
-    )
-    first = explained(died).causes[0]
-
-    assert (first.code, first.grade) == ("host-limit", "likely")
 
 
 def test_an_error_of_a_gaudi_is_no_oom_unless_it_names_memory() -> None:

@@ -69,6 +69,12 @@ def explained(folder: Path, *records: OomRecord) -> Explanation:
     return explain_run(folder)
 
 
+PIECES: dict[str, Any] = {
+    "requested_bytes": 4 * GIB, "total_bytes": 24 * GIB, "free_bytes": GIB,
+    "allocated_bytes": 12 * GIB, "unused_bytes": 10 * GIB,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("change", "code"),
     [
@@ -77,11 +83,7 @@ def explained(folder: Path, *records: OomRecord) -> Explanation:
         ({"moment": "generate"}, "generate-cache"),
         ({"requested_bytes": 2 << 40}, "impossible-size"),
         ({"requested_bytes": GIB, "free_bytes": 20 * GIB, "total_bytes": 24 * GIB}, "contradictory"),
-        (
-            {"requested_bytes": 4 * GIB, "total_bytes": 24 * GIB, "free_bytes": GIB,
-             "allocated_bytes": 12 * GIB, "unused_bytes": 10 * GIB},
-            "fragmentation",
-        ),
+        (PIECES, "fragmentation"),
         ({"source": "shared"}, "shm"),
         ({"source": "pinned"}, "pinned"),
         ({"source": "nccl"}, "nccl"),
@@ -122,14 +124,7 @@ def test_a_size_is_compared_as_torch_prints_it(died, tmp_path) -> None:
 
 
 def test_a_setting_that_is_followed_is_not_advised(died, tmp_path) -> None:
-    pieces = replace(
-        died.error,
-        requested_bytes=4 * GIB,
-        total_bytes=24 * GIB,
-        free_bytes=GIB,
-        allocated_bytes=12 * GIB,
-        unused_bytes=10 * GIB,
-    )
+    pieces = replace(died.error, **PIECES)
     for number, allocator in enumerate(
         ({}, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:True"})
     ):

@@ -200,11 +200,6 @@ def test_a_text_without_an_oom_is_answered_without_certainty(
     assert remedy in answer.remedies[0].do
 
 
-def test_a_question_on_something_else_is_no_question_on_memory() -> None:
-    for text in ("The loss is NaN on a card with 24 GB. Why?", "0%| | 0/80 [00:00<?, ?it/s] 8 GB"):
-        assert not explained(text).causes
-
-
 def test_an_evaluation_is_read_from_a_traceback_that_is_cut_there() -> None:
     frame = '  File "/v/transformers/trainer.py", line 1994, in _inner_training_loop\n'
     answer = explained(

@@ -27,6 +27,18 @@ def test_other_programs_in_the_table_of_nvidia_smi_are_named_with_their_sum() ->
     assert "1234" not in answer.remedies[0].effect
 
 
+def test_a_table_tells_dataparallel_from_ranks_on_one_card() -> None:
+    def codes(before: str, *rows: tuple[int, int, int]) -> list[str]:
+        table = smi(*((card, pid, "python", mib) for card, pid, mib in rows))
+        return [cause.code for cause in explained(before + table).causes]
+
+    ranks = (5, 11, 2885), (5, 12, 1387), (5, 13, 1387), (6, 12, 2889), (7, 13, 2889)
+    assert codes("", (0, 11, 10505), (1, 11, 4991), (4, 11, 4925)) == ["data-parallel"]
+    assert codes("", *ranks) == ["ddp-gpu0"]
+    assert codes(FULL, *ranks)[0] == "ddp-gpu0"
+    assert codes("", (0, 11, 9000), (1, 12, 9000)) == []
+
+
 def test_a_second_python_on_the_card_is_another_run_unless_ranks_are_shown() -> None:
     table = smi((0, 10, "python", 12000), (0, 11, "/opt/conda/bin/python", 9000))
     assert explained(FULL + table).causes[0].code == "foreign"

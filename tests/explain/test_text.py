@@ -104,6 +104,10 @@ def test_survival_that_was_refused_is_not_offered_again(words: str, is_hydra: bo
             "likely",
         ),
         (PIECES, "fragmentation", "likely"),
+        # cuDNN that is not initialised in a backward pass is a full card.
+        ('  File "/app/train.py", line 7, in train\n    loss.backward()\nRuntimeError: cuDNN error: CUDNN_STATUS_NOT_INITIALIZED', "capacity", "possible"),
+        # Ray only suspects it.
+        ("Worker exits with an exit code None. The worker may have exceeded K8s pod memory limits.", "host-limit", "likely"),
     ],
 )  # fmt: skip
 def test_the_numbers_decide(message: str, code: str, grade: str) -> None:
@@ -430,41 +434,6 @@ def test_a_table_of_nvidia_smi_names_the_neighbour_and_the_free_card() -> None:
     assert "python (pid 91234) has 15.14 GiB" in " ".join(answer.causes[0].evidence)
     assert answer.remedies[1].do.startswith("CUDA_VISIBLE_DEVICES=1 ")
     assert answer.remedies[1].grade == "arithmetic"
-
-
-def test_ranks_on_card_0_are_seen_in_the_table() -> None:
-    rows = [(0, 11, 9000), (0, 12, 800), (0, 13, 800), (1, 12, 9000), (2, 13, 9000)]
-    table = "".join(
-        f"|  {card}   N/A  N/A  {pid}   C   python   {mib}MiB |\n" for card, pid, mib in rows
-    )
-
-    assert explained(FULL + "\n" + table).causes[0].code == "ddp-gpu0"
-
-
-def test_skipped_batches_are_a_leak() -> None:
-    lines = "out of memory, skipping this batch\n" * 3
-    assert explained(FULL + "\n" + lines).causes[0].code == "leak"
-
-
-def test_a_base_in_4_bits_that_fails_as_it_is_prepared_is_not_answered_with_4_bits() -> None:
-    prepare = '  File "/v/lib/python3.12/site-packages/peft/utils/other.py", line 209, in prepare_model_for_kbit_training\n    param.data = param.data.to(torch.float32)\n'
-
-    answer = explained(prepare + FULL)
-    assert answer.causes[0].code == "load-too-large"
-    assert answer.remedies[0].do == "leave out prepare_model_for_kbit_training(model)"
-    assert "4bit" not in todo(answer)
-
-
-def test_what_an_optimizer_calls_is_not_its_state() -> None:
-    """Lightning computes the loss within the optimizer's step."""
-    step = '  File "/v/lib/python3.12/site-packages/torch/optim/adamw.py", line 150, in step\n    loss = closure()\n'
-    forward = '  File "/app/model.py", line 20, in forward\n    return self.net(x)\n'
-
-    assert (
-        explained(TRAINER.replace("backward", "x") + step + FULL).causes[0].code
-        == "optimizer-state"
-    )
-    assert explained(step + forward + FULL).causes[0].code == "capacity"
 
 
 def test_an_engine_in_the_same_process_is_seen_beside_torch() -> None:
