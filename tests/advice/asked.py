@@ -13,7 +13,6 @@ from tests.explain.recorded import RecordedCard
 from tests.explain.stated import explained
 from tests.explain.test_corpus import CORPUS, texts
 from tests.explain.test_snapshot import GATHER, in_pieces, train
-from tests.launch.bad_files import BAD
 from trainer_plugins.advice.for_causes import Room
 from trainer_plugins.allocator.model import AllocatorFull
 from trainer_plugins.check import judge
@@ -27,8 +26,6 @@ from trainer_plugins.explain.run.fill_facts import facts_of
 from trainer_plugins.explain.run.remedies import remedies_of
 from trainer_plugins.explain.snapshot import explain_snapshot
 from trainer_plugins.finding import Finding
-from trainer_plugins.launch.lint.document import read_document
-from trainer_plugins.launch.lint.judge import judge_document
 from trainer_plugins.oom import classify
 from trainer_plugins.planner.compare.saved import SWITCHES
 from trainer_plugins.reading import MemoryReading
@@ -227,13 +224,6 @@ def watched() -> Iterator[Finding | None]:
 def checked() -> Iterator[Finding]:
     for facts, code, _ in CHANGED:
         yield from (each for each in judge(facts).findings if each.code == code)
-
-
-def linted(folder: Path) -> Iterator[Finding]:
-    for code, name, text in BAD:
-        file = folder / name
-        file.write_text(text)
-        yield from (each for each in judge_document(read_document(file)) if each.code == code)
 
 
 def findings(room: Room, found: Iterator[Finding | None]) -> Iterator[Said]:

@@ -109,98 +109,87 @@ ACCUMULATES = replace(
 EACH_TIME = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
 LOCK = ExtensionLock(path=Path("/cache/cpu_adam/lock"), age_seconds=9e4, holder=None, unseen="")
 
-CHANGED = [
-    (replace(HEALTHY, main=main(reading=FULL)), "host-memory-pressure", Severity.ERROR),
+CHANGES: list[tuple[dict, str, Severity]] = [
+    ({"main": main(reading=FULL)}, "host-memory-pressure", Severity.ERROR),
     (
-        replace(
-            HEALTHY, main=main(shared=SMALL_SHM), data=BATCH, run=run(dataloader_num_workers=4)
-        ),
+        {"main": main(shared=SMALL_SHM), "data": BATCH, "run": run(dataloader_num_workers=4)},
         "shared-memory-small",
         Severity.ERROR,
     ),
     (
-        replace(HEALTHY, main=main(swap_bytes=64 * GIB, swap_used_bytes=40 * GIB), run=OFFLOADS),
+        {"main": main(swap_bytes=64 * GIB, swap_used_bytes=40 * GIB), "run": OFFLOADS},
         "swap-in-use",
         Severity.WARNING,
     ),
     (
-        replace(
-            HEALTHY,
-            main=main(memlock_bytes=64 * 1024),
-            run=replace(RUN, strategy=strategy(num_machines=2)),
-        ),
+        {
+            "main": main(memlock_bytes=64 * 1024),
+            "run": replace(RUN, strategy=strategy(num_machines=2)),
+        },
         "memlock-small",
         Severity.WARNING,
     ),
     (
-        replace(HEALTHY, machine=Machine(is_wsl=True)),
+        {"machine": Machine(is_wsl=True)},
         "windows-limits",
         Severity.WARNING,
     ),
-    (replace(HEALTHY, cards=(OLD_CARD,), run=run(bf16=True)), "bf16-emulated", Severity.WARNING),
-    (replace(HEALTHY, cards=(peer(700 * MIB),)), "stray-context", Severity.WARNING),
-    (replace(HEALTHY, run=replace(RUN, disk_free_bytes=GIB)), "disk-too-small", Severity.ERROR),
-    (replace(HEALTHY, run=LARGE_SAVE), "save-gathers", Severity.ERROR),
-    (replace(HEALTHY, run=FSDP_SAVE), "save-gathers", Severity.WARNING),
-    (replace(HEALTHY, run=ACCUMULATES), "fsdp-whole-gradients", Severity.ERROR),
+    ({"cards": (OLD_CARD,), "run": run(bf16=True)}, "bf16-emulated", Severity.WARNING),
+    ({"cards": (peer(700 * MIB),)}, "stray-context", Severity.WARNING),
+    ({"run": replace(RUN, disk_free_bytes=GIB)}, "disk-too-small", Severity.ERROR),
+    ({"run": LARGE_SAVE}, "save-gathers", Severity.ERROR),
+    ({"run": FSDP_SAVE}, "save-gathers", Severity.WARNING),
+    ({"run": ACCUMULATES}, "fsdp-whole-gradients", Severity.ERROR),
     (
-        replace(HEALTHY, model=WORDS, data=LONG, capability=(7, 5)),
+        {"model": WORDS, "data": LONG, "capability": (7, 5)},
         "attention-stores-scores",
         Severity.WARNING,
     ),
     (
-        replace(HEALTHY, run=replace(run(**BEST), strategy=strategy(family="DeepSpeed"))),
+        {"run": replace(run(**BEST), strategy=strategy(family="DeepSpeed"))},
         "best-model-at-end",
         Severity.WARNING,
     ),
-    (replace(HEALTHY, model=ADAPTERS, run=run(**BEST)), "best-model-at-end", Severity.WARNING),
+    ({"model": ADAPTERS, "run": run(**BEST)}, "best-model-at-end", Severity.WARNING),
+    ({"run": run(**VLLM, vllm_gpu_memory_utilization=0.9)}, "vllm-share", Severity.WARNING),
     (
-        replace(HEALTHY, run=run(**VLLM, vllm_gpu_memory_utilization=0.9)),
-        "vllm-share",
-        Severity.WARNING,
-    ),
-    (Facts(locks=(LOCK,)), "extension-lock", Severity.WARNING),
-    (
-        replace(HEALTHY, environ={"CUDA_LAUNCH_BLOCKING": "1"}),
+        {"environ": {"CUDA_LAUNCH_BLOCKING": "1"}},
         "debug-switch",
         Severity.WARNING,
     ),
+    ({"run": replace(run(**REENTRANT), strategy=FSDP2)}, "known-version", Severity.WARNING),
     (
-        replace(HEALTHY, run=replace(run(**REENTRANT), strategy=FSDP2)),
+        {
+            "run": run(torch_compile=True),
+            "versions": {"torch": "2.9.1+cu128"},
+        },
         "known-version",
         Severity.WARNING,
     ),
+    ({"plan": plan(79 * GIB, fits=True)}, "card-too-full", Severity.ERROR),
     (
-        replace(
-            HEALTHY,
-            run=run(torch_compile=True),
-            versions={"torch": "2.9.1+cu128"},
-        ),
-        "known-version",
-        Severity.WARNING,
-    ),
-    (replace(HEALTHY, plan=plan(79 * GIB, fits=True)), "card-too-full", Severity.ERROR),
-    (
-        replace(HEALTHY, device_free_bytes=80 * GIB, plan=plan(78 * GIB, fits=True)),
+        {"device_free_bytes": 80 * GIB, "plan": plan(78 * GIB, fits=True)},
         "plan-is-tight",
         Severity.WARNING,
     ),
     (
-        replace(HEALTHY, plan=plan(90 * GIB, fits=False, failed_request_bytes=GIB)),
+        {"plan": plan(90 * GIB, fits=False, failed_request_bytes=GIB)},
         "plan-does-not-fit",
         Severity.ERROR,
     ),
     (
-        replace(HEALTHY, plan=plan(9 * GIB, host_shortage="each machine needs 248 GiB")),
+        {"plan": plan(9 * GIB, host_shortage="each machine needs 248 GiB")},
         "plan-host-memory",
         Severity.ERROR,
     ),
-    (
-        replace(HEALTHY, no_plan="a plan cannot predict torch_compile"),
-        "plan-not-made",
-        Severity.INFO,
-    ),
-    (replace(HEALTHY, failed=("the data: OSError: gone",)), "check-not-made", Severity.INFO),
+    ({"no_plan": "a plan cannot predict torch_compile"}, "plan-not-made", Severity.INFO),
+    ({"failed": ("the data: OSError: gone",)}, "check-not-made", Severity.INFO),
+]
+
+
+CHANGED = [
+    (Facts(locks=(LOCK,)), "extension-lock", Severity.WARNING),
+    *((replace(HEALTHY, **change), code, severity) for change, code, severity in CHANGES),
 ]
 
 
