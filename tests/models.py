@@ -1,5 +1,7 @@
 """A model and data small enough to train in a blink."""
 
+from typing import Any
+
 import torch
 import transformers
 from transformers import (
@@ -7,6 +9,8 @@ from transformers import (
     LlamaForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
     TrainingArguments,
 )
 
@@ -40,6 +44,20 @@ def longrope_phi3(boundary: int, vocab_size: int = 128) -> Phi3ForCausalLM:
         use_cache=False,
     )
     return Phi3ForCausalLM(config).double()
+
+
+def tiny_t5(**config) -> T5ForConditionalGeneration:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 128, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2}
+    return T5ForConditionalGeneration(
+        T5Config(**{**sizes, "num_heads": 4, "decoder_start_token_id": 0, **config})
+    )
+
+
+def checkpointing(*, reentrant: bool) -> dict[str, Any]:
+    """Return the arguments of a Trainer that switch it on."""
+    how = {"use_reentrant": reentrant}
+    return {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": how}
 
 
 def token_rows(num_rows: int = 64, length: int = 32) -> list[dict[str, torch.Tensor]]:

@@ -15,8 +15,6 @@ from trainer_plugins.record.timeline import Remark, Sample, Timeline
 from trainer_plugins.report.pace import paces_of
 from trainer_plugins.units import MIB
 
-TAKEN = 60 * MIB
-
 
 class Takes(LlamaForCausalLM):
     """A model whose `generate` needs 60 MiB; the outer one of two calls in one another 20 more."""

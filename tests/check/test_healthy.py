@@ -18,14 +18,12 @@ from transformers import (
     LlamaForSequenceClassification,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
-    T5Config,
-    T5ForConditionalGeneration,
     TrainingArguments,
     ViTConfig,
     ViTForImageClassification,
 )
 
-from tests.models import tiny_llama, token_rows
+from tests.models import checkpointing, tiny_llama, tiny_t5, token_rows
 from trainer_plugins import Preflight, protect
 
 trl = pytest.importorskip("trl")
@@ -51,17 +49,8 @@ def tied_weights(make):
 
 
 def words_to_words(make):
-    sizes = {
-        "vocab_size": 128,
-        "d_model": 32,
-        "d_ff": 64,
-        "num_layers": 2,
-        "num_heads": 4,
-        "d_kv": 8,
-    }
     return make(
-        model=T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)),
-        trainer_class=Seq2SeqTrainer, args_class=Seq2SeqTrainingArguments,
+        model=tiny_t5(), trainer_class=Seq2SeqTrainer, args_class=Seq2SeqTrainingArguments,
         predict_with_generate=True, generation_max_length=8, **EVALUATES,
     )  # fmt: skip
 
@@ -87,8 +76,7 @@ def pictures(make):
 
 def adapters(make):
     model = peft.get_peft_model(tiny_llama(), peft.LoraConfig(target_modules="all-linear"))
-    lean = {"gradient_checkpointing": True, "bf16": True}
-    return make(model=model, **lean, gradient_checkpointing_kwargs={"use_reentrant": False})
+    return make(model=model, bf16=True, **checkpointing(reentrant=False))
 
 
 def a_stream(make):

@@ -14,6 +14,10 @@ SIZES = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 6, "
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
 
 
+LARGE = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 12}
+"""A base of 33 MiB."""
+
+
 def base(**config) -> transformers.LlamaForCausalLM:
     """Six layers of 0.7 MiB; the same weights every time."""
     torch.manual_seed(0)
@@ -88,6 +92,12 @@ def learned(trained: Trainer) -> dict[str, torch.Tensor]:
         for name, weight in trained.model.named_parameters()
         if weight.requires_grad
     }
+
+
+def learn(running: Trainer) -> dict[str, torch.Tensor]:
+    """Train; what was learned is all that is kept of the run."""
+    running.train()
+    return learned(running)
 
 
 def are_equal(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> bool:

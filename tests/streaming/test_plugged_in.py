@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from tests.streaming.lora import adapted, are_equal, base, learned, stream, trainer
+from tests.streaming.lora import LARGE, adapted, are_equal, base, learn, learned, stream, trainer
 from trainer_plugins import (
     MemoryArguments,
     StrategyInForce,
@@ -18,17 +18,11 @@ from trainer_plugins.record.timeline import Beginning, timeline_of_run
 from trainer_plugins.streaming.stream import stream_of
 from trainer_plugins.units import MIB
 
-LARGE = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 12}
-"""A base of 33 MiB."""
-
 
 @pytest.mark.parametrize("preset", ["observe", "memory_safe", "survive"])
 @pytest.mark.all(but=1)
 def test_attached_to_somebodys_script(simgpu, tmp_path, preset) -> None:
-    alone = trainer(tmp_path / "alone")
-    alone.train()
-    expected = learned(alone)
-    del alone
+    expected = learn(trainer(tmp_path / "alone"))
     gc.collect()
 
     with attached(preset, stream_base="always", resident_layers=1):

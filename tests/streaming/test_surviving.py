@@ -6,14 +6,12 @@ import inspect
 import pytest
 import torch
 
-from tests.streaming.lora import adapted, base, stream, trainer
+from tests.models import checkpointing
+from tests.streaming.lora import LARGE, adapted, base, stream, trainer
 from tests.survival.failing import Run, off_by_steps
 from trainer_plugins import StreamBase, SurviveOOM, survive_oom
-from trainer_plugins.survival.memo import SurvivalMemo
+from trainer_plugins.survival.memo import memo_of
 from trainer_plugins.units import MIB
-
-LARGE = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 12}
-"""A base of 33 MiB."""
 
 ALL = ("checkpointing", "offload", "stream")
 
@@ -41,10 +39,7 @@ def test_a_run_that_dies_at_its_first_row_trains(simgpu, tmp_path, caplog) -> No
         caplog.clear()
         with survive_oom(running, ladder=ladder):
             running.train()
-            memo = next(
-                c for c in running.callback_handler.callbacks if isinstance(c, SurvivalMemo)
-            )
-            return running.state.global_step, memo.rungs
+            return running.state.global_step, memo_of(running).rungs
 
     simgpu.set_capacity(38 * MIB)
     with pytest.raises(torch.OutOfMemoryError, match="nothing left to switch on"):
@@ -65,13 +60,10 @@ def test_it_is_asked_for_by_name(simgpu, tmp_path) -> None:
 
 def one_step(folder, checkpoints: bool, fail_at=None) -> Run:
     """One row, which is computed again as it is: dropout draws other numbers for pieces."""
-    lean = {
-        "gradient_checkpointing": checkpoints,
-        "gradient_checkpointing_kwargs": {"use_reentrant": False},
-        "per_device_train_batch_size": 1,
-    }
+    lean = checkpointing(reentrant=False) if checkpoints else {}
+    one = {"max_steps": 1, "per_device_train_batch_size": 1}
     model = adapted(base(num_hidden_layers=3))
-    running = trainer(folder, StreamBase(1), model=model, max_steps=1, **lean)
+    running = trainer(folder, StreamBase(1), model=model, **one, **lean)
     with survive_oom(running, plan_first=False):
         ran = Run(running, fail_at)
     assert stream(running).num_layers == 3

@@ -10,21 +10,26 @@ from accelerate.state import AcceleratorState
 from peft import PeftModel
 from transformers.trainer_utils import get_last_checkpoint
 
-from tests.streaming.lora import adapted, are_equal, base, learned, losses, stream, trainer
+from tests.models import checkpointing
+from tests.streaming.lora import (
+    LARGE,
+    adapted,
+    are_equal,
+    base,
+    learn,
+    learned,
+    losses,
+    stream,
+    trainer,
+)
 from trainer_plugins import StreamBase, stream_base
 from trainer_plugins.streaming.stream import stream_of
 from trainer_plugins.units import MIB
 
 CHECKPOINTING = {
     "none": {},
-    "reentrant": {
-        "gradient_checkpointing": True,
-        "gradient_checkpointing_kwargs": {"use_reentrant": True},
-    },
-    "not reentrant": {
-        "gradient_checkpointing": True,
-        "gradient_checkpointing_kwargs": {"use_reentrant": False},
-    },
+    "reentrant": checkpointing(reentrant=True),
+    "not reentrant": checkpointing(reentrant=False),
 }
 
 
@@ -142,10 +147,6 @@ def test_a_checkpoint_is_resumed_from(simgpu, tmp_path) -> None:
     assert are_equal(*results)
 
 
-LARGE = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 12}
-"""A base of 33 MiB."""
-
-
 def test_a_base_that_does_not_fit_trains(simgpu, tmp_path) -> None:
     simgpu.set_capacity(18 * MIB)
     with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
@@ -180,11 +181,7 @@ def test_only_if_it_is_needed(simgpu, tmp_path, caplog) -> None:
 def test_a_model_that_was_loaded_to_main_memory(simgpu, tmp_path) -> None:
     base().save_pretrained(tmp_path / "base")
     load = partial(transformers.AutoModelForCausalLM.from_pretrained, tmp_path / "base")
-    resident = trainer(tmp_path / "run", model=adapted(load()))
-    resident.train()
-    expected = learned(resident)
-    del resident
-
+    expected = learn(trainer(tmp_path / "run", model=adapted(load())))
     loaded = load(device_map="cpu")
     streamed = trainer(tmp_path / "run", StreamBase(), model=adapted(loaded))
     streamed.train()

@@ -18,7 +18,7 @@ from transformers import (
     default_data_collator,
 )
 
-from tests.models import tiny_llama
+from tests.models import checkpointing, tiny_llama
 from tests.survival.failing import (
     Recentred,
     Run,
@@ -35,13 +35,7 @@ from tests.survival.test_families import images
 from trainer_plugins import survive_oom
 from trainer_plugins.survival.memo import memo_of
 
-MODES = {
-    "no checkpointing": {},
-    "reentrant": {
-        "gradient_checkpointing": True,
-        "gradient_checkpointing_kwargs": {"use_reentrant": True},
-    },
-}
+MODES = {"no checkpointing": {}, "reentrant": checkpointing(reentrant=True)}
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])

@@ -6,35 +6,14 @@ import re
 import pytest
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
-from transformers import (
-    LlamaConfig,
-    LlamaForSequenceClassification,
-    Seq2SeqTrainer,
-    Seq2SeqTrainingArguments,
-    T5Config,
-    T5ForConditionalGeneration,
-    Trainer,
-)
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 
-from tests.models import tiny_llama
+from tests.models import tiny_llama, tiny_t5
 from tests.survival.failing import Allocations, packed, padded, ragged_rows, small_trainer
+from tests.survival.test_again import classifier
 from tests.survival.test_attach import remarks
 from trainer_plugins import MemoryWatchdog, draw, survive_oom
 from trainer_plugins.units import MIB
-
-
-def classifier():
-    torch.manual_seed(0)
-    sizes = {
-        "vocab_size": 128,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "pad_token_id": 0,
-    }
-    return LlamaForSequenceClassification(
-        LlamaConfig(num_attention_heads=4, num_labels=3, **sizes)
-    ).double()
 
 
 def classes(rows):
@@ -130,16 +109,7 @@ def generated(tmp_path, fail_at: tuple[int, ...] = (), **options):
         seen.extend([predictions.predictions, predictions.label_ids])
         return {"sum": float(predictions.predictions.sum())}
 
-    torch.manual_seed(0)
-    sizes = {
-        "vocab_size": 128,
-        "d_model": 32,
-        "d_kv": 8,
-        "d_ff": 64,
-        "num_layers": 2,
-        "num_heads": 4,
-    }
-    model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).double()
+    model = tiny_t5().double()
     with torch.no_grad():
         for parameter in model.parameters():  # so that rows do not all generate the same
             parameter.add_(torch.randn_like(parameter) * 0.3)

@@ -18,14 +18,12 @@ from transformers import (
     ResNetForImageClassification,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
-    T5Config,
-    T5ForConditionalGeneration,
     Trainer,
     ViTConfig,
     ViTForImageClassification,
 )
 
-from tests.models import tiny_llama
+from tests.models import checkpointing, tiny_llama, tiny_t5
 from tests.survival.failing import (
     Run,
     gradients_by_rounding,
@@ -103,9 +101,7 @@ def lora(tmp_path, **kwargs):
 
 
 def lora_reentrant(tmp_path):
-    trainer = lora(
-        tmp_path, gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": True}
-    )
+    trainer = lora(tmp_path, **checkpointing(reentrant=True))
     trainer.model.enable_input_require_grads()
     return trainer
 
@@ -220,17 +216,7 @@ def pictures(size: int = 8):
 
 
 def encoder_decoder(tmp_path, **options):
-    sizes = {
-        "vocab_size": 128,
-        "d_model": 32,
-        "d_ff": 64,
-        "num_layers": 2,
-        "num_heads": 4,
-        "d_kv": 8,
-    }
-    model = seeded(
-        T5ForConditionalGeneration, T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0)
-    )
+    model = seeded(tiny_t5, dropout_rate=0.0)
     return small_trainer(tmp_path, model, Seq2SeqTrainer, Seq2SeqTrainingArguments, **options)
 
 

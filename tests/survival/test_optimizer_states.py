@@ -1,9 +1,11 @@
 """The optimizer's states are there before the first micro-batch, and nothing else is different."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
-from transformers import TrainerCallback
 
+from tests.events import at
 from tests.models import tiny_llama
 from tests.survival.failing import small_trainer
 from trainer_plugins import survive_oom
@@ -21,17 +23,6 @@ OPTIMIZERS = {
 }
 
 
-class AtTheFirstStep(TrainerCallback):
-    num_states = 0
-    norm = 0.0
-
-    def on_step_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
-        if state.global_step == 0:
-            self.num_states = len(optimizer.state)
-            self.weights = [parameter.detach().clone() for parameter in model.parameters()]
-            self.has_gradients = any(parameter.grad is not None for parameter in model.parameters())
-
-
 def train(tmp_path, make_optimizer, attached: bool):
     model = tiny_llama()
     groups = [
@@ -41,8 +32,14 @@ def train(tmp_path, make_optimizer, attached: bool):
     trainer = small_trainer(tmp_path, model, steps=3, optimizers=(make_optimizer(groups), None))
     if attached:
         survive_oom(trainer)
-    seen = AtTheFirstStep()
-    trainer.add_callback(seen)
+    seen = SimpleNamespace()
+
+    def look(now) -> None:
+        seen.num_states = len(now.optimizer.state)
+        seen.weights = [each.detach().clone() for each in model.parameters()]
+        seen.has_gradients = any(each.grad is not None for each in model.parameters())
+
+    trainer.add_callback(at("step_begin", look, 0))
     trainer.train()
     states = [
         value

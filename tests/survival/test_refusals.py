@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from tests.events import at
-from tests.models import IS_OLD, tiny_llama
+from tests.models import IS_OLD, checkpointing, tiny_llama
 from tests.survival.failing import (
     Run,
     gradients_off_by,
@@ -436,11 +436,7 @@ def test_weights_used_twice_under_reentrant_checkpointing(tmp_path) -> None:
     def make(reentrant: bool):
         model = tiny_llama().double()
         model.model.layers[1].self_attn.q_proj = model.model.layers[0].self_attn.q_proj
-        how = {
-            "gradient_checkpointing": True,
-            "gradient_checkpointing_kwargs": {"use_reentrant": reentrant},
-        }
-        return small_trainer(tmp_path, model, **how)
+        return small_trainer(tmp_path, model, **checkpointing(reentrant=reentrant))
 
     for reentrant, where in ((False, 300), (True, 100)):
         trainer = make(reentrant)

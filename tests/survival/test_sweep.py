@@ -7,6 +7,8 @@ import pytest
 import torch
 from transformers import Trainer, TrainerCallback
 
+from tests.events import at
+from tests.models import checkpointing
 from tests.survival.failing import (
     Run,
     gradients_by_rounding,
@@ -20,26 +22,19 @@ from trainer_plugins.survival.memo import memo_of
 POINTS = 30
 MODES = {
     "no checkpointing": {},
-    "checkpointing": {
-        "gradient_checkpointing": True,
-        "gradient_checkpointing_kwargs": {"use_reentrant": False},
-    },
-    "reentrant": {
-        "gradient_checkpointing": True,
-        "gradient_checkpointing_kwargs": {"use_reentrant": True},
-    },
+    "checkpointing": checkpointing(reentrant=False),
+    "reentrant": checkpointing(reentrant=True),
 }
 
 
-class ForgetsEachStep(TrainerCallback):
+def forgetting_each_step(trainer: Trainer) -> TrainerCallback:
     """Has survival forget what fits, so that no step is divided because of what the one before has learned."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        memo = memo_of(self.trainer)
+    def forget(_) -> None:
+        memo = memo_of(trainer)
         memo.limit, memo.pace = math.inf, None
+
+    return at("step_begin", forget)
 
 
 @pytest.mark.all(unless=lambda mode: mode == "checkpointing")
@@ -53,7 +48,7 @@ def test_an_error_at_any_allocation_changes_nothing(tmp_path, capsys, mode: str)
 
     trainer = small_trainer(tmp_path, steps=len(points), **MODES[mode])
     survive_oom(trainer)
-    trainer.add_callback(ForgetsEachStep(trainer))
+    trainer.add_callback(forgetting_each_step(trainer))
     survived = Run(trainer, {2 * step + 1: [point] for step, point in enumerate(points)})
 
     assert survived.allocations.num_failed == len(points)

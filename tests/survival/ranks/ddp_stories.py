@@ -28,7 +28,7 @@ from transformers import Trainer
 
 from tests import processes
 from tests.events import at
-from tests.models import IS_OLD, tiny_llama
+from tests.models import IS_OLD, checkpointing, tiny_llama
 from tests.survival.failing import (
     Run,
     gradients_by_rounding,
@@ -42,7 +42,7 @@ from tests.survival.failing import (
     weights_by_rounding,
 )
 from tests.survival.ranks.half_full import HalfFull
-from tests.survival.test_sweep import ForgetsEachStep
+from tests.survival.test_sweep import forgetting_each_step
 from tests.wanted import read_wanted
 from trainer_plugins import survive_oom
 from trainer_plugins.survival.memo import memo_of
@@ -56,10 +56,7 @@ POINTS = 10
 Where = dict[int, dict[int, list[float]]]
 """By rank and micro-batch: at which parts of the allocations of the whole it fails."""
 
-CHECKPOINTING = {
-    "gradient_checkpointing": True,
-    "gradient_checkpointing_kwargs": {"use_reentrant": False},
-}
+CHECKPOINTING = checkpointing(reentrant=False)
 USED = {"ddp_find_unused_parameters": False}
 
 
@@ -343,7 +340,7 @@ def sweep(name: str) -> dict:
     whole = Run(make(steps=len(points), **settings))
     trainer = make(steps=len(points), **settings)
     survive_oom(trainer)
-    trainer.add_callback(ForgetsEachStep(trainer))
+    trainer.add_callback(forgetting_each_step(trainer))
     mine = points if max(ranks) == RANK else points[::-1]
     fail_at = (
         {2 * step + which: [point] for step, point in enumerate(mine)} if RANK in ranks else {}

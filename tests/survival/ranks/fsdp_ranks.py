@@ -50,7 +50,7 @@ from tests.survival.failing import (
     votes_fit,
 )
 from tests.survival.ranks.half_full import HalfFull
-from tests.survival.test_sweep import ForgetsEachStep
+from tests.survival.test_sweep import forgetting_each_step
 from trainer_plugins import survive_oom
 from trainer_plugins.survival import Survival
 from trainer_plugins.survival.attempt.attempt import CardReader as RealCard
@@ -281,7 +281,7 @@ def run_case(folder: Path, case: dict, reference: Run) -> dict:
     trainer = make(folder, case)
     anew = AttachesEachStep(trainer, survive_oom(trainer, **case.get("options", {})))
     if "sweep" in case:
-        trainer.add_callback(anew if "and" in case["sweep"] else ForgetsEachStep(trainer))
+        trainer.add_callback(anew if "and" in case["sweep"] else forgetting_each_step(trainer))
     fail_at = {
         int(n): [
             max(1, int(reference.num_allocations[int(n)] * part)) + again

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.distributed.launched import command, ended, start
+from tests.models import checkpointing
 from tests.wanted import wanted
 
 pytestmark = pytest.mark.slow
@@ -22,14 +23,6 @@ pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).with_name("fsdp_ranks.py")
 
 WINDOW = {"gradient_accumulation_steps": 3}
-CHECKPOINTING = {
-    "gradient_checkpointing": True,
-    "gradient_checkpointing_kwargs": {"use_reentrant": False},
-}
-REENTRANT = {
-    "gradient_checkpointing": True,
-    "gradient_checkpointing_kwargs": {"use_reentrant": True},
-}
 EVALUATED = {"steps": 3, "eval_strategy": "steps", "eval_steps": 1}
 SAVED = {"steps": 4, "save_strategy": "steps", "save_steps": 2}
 LATE_AND_EARLY = {"1": {"0": [0.6]}, "0": {"5": [0.3]}}
@@ -55,8 +48,14 @@ EXACT: dict[str, dict[str, Any]] = {
         "settings": WINDOW,
         "reshard_after_forward": "false",
     },
-    "checkpointing": {"fail": LATE_AND_EARLY, "settings": {**WINDOW, **CHECKPOINTING}},
-    "reentrant checkpointing": {"fail": LATE_AND_EARLY, "settings": {**WINDOW, **REENTRANT}},
+    "checkpointing": {
+        "fail": LATE_AND_EARLY,
+        "settings": {**WINDOW, **checkpointing(reentrant=False)},
+    },
+    "reentrant checkpointing": {
+        "fail": LATE_AND_EARLY,
+        "settings": {**WINDOW, **checkpointing(reentrant=True)},
+    },
     "tied weights": {
         "fail": LATE_AND_EARLY,
         "settings": WINDOW,
@@ -106,7 +105,7 @@ OTHER: dict[str, dict[str, Any]] = {
     "coupled in training, reentrant": {
         "fail": {"0": {"1": [0.5]}},
         "own_norm": True,
-        "settings": REENTRANT,
+        "settings": checkpointing(reentrant=True),
         "options": {"ladder": []},
     },
     "on rank 0 alone": {"on": [0], "settings": WINDOW},

@@ -25,6 +25,7 @@ from tests.models import tiny_llama
 from tests.survival.failing import (
     Run,
     gradients_by_rounding,
+    know_limit,
     off_by,
     off_by_steps,
     packed,
@@ -155,15 +156,6 @@ class BeforeTheStep(TrainerCallback):
             self.pieces[-1].append(list(ids.shape))
 
 
-class KnowsTheLimit(TrainerCallback):
-    def __init__(self, memos: list[SurvivalMemo], limit: float) -> None:
-        self.memos, self.limit = memos, limit
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        for memo in self.memos:
-            memo.limit = min(memo.limit, self.limit)
-
-
 def make(folder: Path, stage: dict, attach: bool | str = True, collate=uneven):
     """Without a cache, through which transformers before 5 lets packed sequences look at each other."""
     AcceleratorState._reset_state()
@@ -194,8 +186,8 @@ def trained(
     collate=uneven,
 ):
     trainer = make(folder, stage, attach, collate)
-    memos = [c for c in trainer.callback_handler.callbacks if isinstance(c, SurvivalMemo)]
-    trainer.add_callback(KnowsTheLimit(memos, limit))
+    if attach and limit < math.inf:
+        know_limit(trainer, limit)
     seen = BeforeTheStep(trainer)
     trainer.add_callback(seen)
     trainer.train(resume_from_checkpoint=resume)
