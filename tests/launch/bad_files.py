@@ -1,7 +1,20 @@
 """Files with one defect each, as people write them: the code that must be found, the file's name, its text."""
 
+from pathlib import Path
+from typing import Any
+
+from trainer_plugins.finding import Finding
+from trainer_plugins.launch.lint.document import read_document
+from trainer_plugins.launch.lint.judge import judge_document
+
 GOOD_TAIL = '"gradient_accumulation_steps": "auto", "gradient_clipping": "auto"'
 Z3 = '"stage": 3, "reduce_bucket_size": 5e7, "stage3_gather_16bit_weights_on_model_save": true'
+
+
+def judge_text(folder: Path, name: str, text: str, **how: Any) -> tuple[Finding, ...]:
+    """Judge a launch file that has this text."""
+    (folder / name).write_text(text)
+    return tuple(judge_document(read_document(folder / name), **how))
 
 
 def zero3(more: str = "", top: str = "") -> str:

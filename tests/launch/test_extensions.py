@@ -179,17 +179,7 @@ def test_a_run_of_deepspeed_says_it_when_its_trainer_is_built(
 
 
 def test_exec_says_it_and_runs_the_command(left: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "trainer_plugins",
-        "exec",
-        "--",
-        sys.executable,
-        "-c",
-        "print('it ran')",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    done = command("exec", "--", sys.executable, "-c", "print('it ran')")
 
     assert done.stdout == "it ran\n"
     assert "WARNING [extension-lock]" in done.stderr

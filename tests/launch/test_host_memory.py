@@ -43,12 +43,8 @@ def test_what_a_machine_has_is_judged_with_the_processes_and_what_can_be_pinned(
     assert need.total_bytes > need.tensor_bytes > need.pinned_bytes > 0
 
     def found(**limits):
-        return [
-            str(each)
-            for each in judge_document(
-                read_document(file), num_params=9.4e9, host=HostLimits(**limits)
-            )
-        ]
+        host = HostLimits(**limits)
+        return [*map(str, judge_document(read_document(file), num_params=9.4e9, host=host))]
 
     assert not found()
     assert not found(total_bytes=2 * need.total_bytes, pinned_bytes=need.pinned_bytes)

@@ -1,17 +1,15 @@
 """A file that is no launch file, by accident or by intent, is refused soon, on one line that says what and where."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
-from tests import processes
-from tests.launch.bad_files import deepspeed
-from trainer_plugins.launch.lint.document import read_document
-from trainer_plugins.launch.lint.judge import judge_document
+from tests.launch.bad_files import deepspeed, judge_text
+from tests.test_cli import command
 from trainer_plugins.launch.lint.training import training_arguments
+
+EIGHT_STEPS = training_arguments(["--gradient_accumulation_steps", "8"])
 
 
 def anchors(line: str) -> str:
@@ -87,8 +85,7 @@ def test_it_is_refused_on_one_line(tmp_path: Path, name: str, text: str, says: s
     file = tmp_path / name
     file.write_text(text, encoding="latin-1")
 
-    command: list[str | Path] = [sys.executable, "-m", "trainer_plugins", "configs", "check", file]
-    done = processes.run(command, timeout=120)  # ends a hang; today's answer takes a second
+    done = command("configs", "check", file)  # today's answer takes a second
 
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"trainer-plugins configs: {file}")
@@ -97,12 +94,10 @@ def test_it_is_refused_on_one_line(tmp_path: Path, name: str, text: str, says: s
 
 
 def test_anchors_as_people_use_them(tmp_path: Path) -> None:
-    file = tmp_path / "two.yaml"
-    file.write_text(
+    text = (
         "distributed_type: MULTI_GPU\nnum_machines: &one 1\nmachine_rank: 0\nnum_processes: *one\n"
     )
-
-    assert not judge_document(read_document(file))
+    assert not judge_text(tmp_path, "two.yaml", text)
 
 
 @pytest.mark.parametrize(
@@ -116,48 +111,29 @@ def test_anchors_as_people_use_them(tmp_path: Path) -> None:
     ],
 )
 def test_the_json_inside_is_read_as_carefully(tmp_path: Path, text: str, says: str) -> None:
-    file = tmp_path / "inside.yaml"
-    file.write_text(deepspeed(f"deepspeed_config_file: '{text}'"))
-
-    (found,) = (
-        each for each in judge_document(read_document(file)) if each.code == "config-missing-json"
-    )
+    judged = judge_text(tmp_path, "a.yaml", deepspeed(f"deepspeed_config_file: '{text}'"))
+    (found,) = (each for each in judged if each.code == "config-missing-json")
     assert says in found.evidence
 
 
 def test_the_json_beside_is_named(tmp_path: Path) -> None:
     (tmp_path / "zero.json").write_bytes(b'{"a": "M\xfcller"}')
-    file = tmp_path / "beside.yaml"
-    file.write_text(deepspeed(f"deepspeed_config_file: {tmp_path / 'zero.json'}"))
-
-    (found,) = (
-        each for each in judge_document(read_document(file)) if each.code == "config-missing-json"
-    )
+    text = deepspeed(f"deepspeed_config_file: {tmp_path / 'zero.json'}")
+    judged = judge_text(tmp_path, "beside.yaml", text)
+    (found,) = (each for each in judged if each.code == "config-missing-json")
     assert "zero.json is not UTF-8: 'utf-8' codec can't decode byte 0xfc" in found.evidence
 
 
 def test_what_accelerate_leaves_to_the_trainer_is_right(tmp_path: Path) -> None:
     """DeepSpeedPlugin takes the word (accelerate/utils/dataclasses.py), and the Trainer puts its own number there."""
-    file = tmp_path / "auto.yaml"
-    file.write_text(
-        deepspeed("zero_stage: 2\ngradient_accumulation_steps: auto\ngradient_clipping: auto")
-    )
-
-    found = judge_document(
-        read_document(file), training=training_arguments(["--gradient_accumulation_steps", "8"])
-    )
-
+    auto = "zero_stage: 2\ngradient_accumulation_steps: auto\ngradient_clipping: auto"
+    found = judge_text(tmp_path, "auto.yaml", deepspeed(auto), training=EIGHT_STEPS)
     assert {each.code for each in found} == {"config-bucket-memory"}
 
 
 def test_who_says_what_when_they_do_not_agree(tmp_path: Path) -> None:
-    file = tmp_path / "four.yaml"
-    file.write_text(deepspeed("zero_stage: 2\ngradient_accumulation_steps: 4"))
-
-    found = judge_document(
-        read_document(file), training=training_arguments(["--gradient_accumulation_steps", "8"])
-    )
-
+    four = deepspeed("zero_stage: 2\ngradient_accumulation_steps: 4")
+    found = judge_text(tmp_path, "four.yaml", four, training=EIGHT_STEPS)
     (mismatch,) = (each for each in found if each.code == "config-training-mismatch")
     assert (
         mismatch.summary
@@ -168,17 +144,7 @@ def test_who_says_what_when_they_do_not_agree(tmp_path: Path) -> None:
 def test_parameters_are_counted_in_numbers(tmp_path: Path) -> None:
     file = tmp_path / "good.yaml"
     file.write_text("distributed_type: MULTI_GPU\nnum_processes: 1\n")
-    command = [
-        sys.executable,
-        "-m",
-        "trainer_plugins",
-        "configs",
-        "check",
-        str(file),
-        "--params",
-        "inf",
-    ]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    done = command("configs", "check", file, "--params", "inf")
 
     assert done.returncode == 2
     assert "--params is the number of the model's parameters" in done.stderr

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.bad_files import BAD, deepspeed, fsdp, zero2, zero3
+from tests.launch.bad_files import BAD, deepspeed, fsdp, judge_text, zero2, zero3
 from tests.models import IS_OLD
 from tests.test_cli import command
 from trainer_plugins.finding import Severity
@@ -33,12 +33,8 @@ HARMLESS = {
     ("code", "name", "text"), BAD, ids=[f"{code[7:]}-{name}" for code, name, _ in BAD]
 )
 def test_a_bad_file_is_found(tmp_path: Path, code: str, name: str, text: str) -> None:
-    (tmp_path / name).write_text(text)
-
-    found = {
-        each.code: each.severity
-        for each in reversed(judge_document(read_document(tmp_path / name)))
-    }
+    judged = judge_text(tmp_path, name, text)
+    found = {each.code: each.severity for each in reversed(judged)}
 
     assert code in found, found
     is_harmless = not HARMLESS.isdisjoint((code, f"{code} {name}"))
@@ -47,9 +43,7 @@ def test_a_bad_file_is_found(tmp_path: Path, code: str, name: str, text: str) ->
 
 @pytest.mark.parametrize("text", [zero2(), zero3()])
 def test_what_the_bad_files_are_made_of_is_good(tmp_path: Path, text: str) -> None:
-    (tmp_path / "good.json").write_text(text)
-
-    assert not judge_document(read_document(tmp_path / "good.json"))
+    assert not judge_text(tmp_path, "good.json", text)
 
 
 @pytest.mark.parametrize("name", configs.names())
@@ -76,11 +70,8 @@ def test_silence_on_what_is_shipped(name: str, words: list[str] | None) -> None:
     ],
 )
 def test_the_nearest_right_key_is_named(tmp_path: Path, wrong: str, right: str) -> None:
-    (tmp_path / "ds.json").write_text(zero3(f", {wrong}"))
-
-    assert right in " ".join(
-        finding.remedy for finding in judge_document(read_document(tmp_path / "ds.json"))
-    )
+    found = judge_text(tmp_path, "ds.json", zero3(f", {wrong}"))
+    assert right in " ".join(finding.remedy for finding in found)
 
 
 def test_every_pair_that_transformers_compares_is_compared() -> None:
@@ -196,10 +187,8 @@ def test_what_the_trainer_refuses_or_overrules(
         "zero3.json": zero3(),
         "fsdp.yaml": fsdp("fsdp_version: 2\nfsdp_activation_checkpointing: true"),
     }
-    (tmp_path / file).write_text(files[file])
     training = training_arguments(words.split())
-
-    judged = judge_document(read_document(tmp_path / file), training=training, num_ranks=num_ranks)
+    judged = judge_text(tmp_path, file, files[file], training=training, num_ranks=num_ranks)
 
     of_pairs = ("config-training-mismatch", "config-not-auto")
     found = [each for each in judged if each.code in of_pairs]
@@ -240,10 +229,8 @@ def test_main_memory_for_7b(name: str, gib: int, found: Severity | None) -> None
     ("name", "text"), [("list.yaml", "- a\n- b\n"), ("empty.yaml", ""), ("broken.json", "{'a': 1}")]
 )
 def test_what_is_no_mapping_is_bad_input(tmp_path: Path, name: str, text: str) -> None:
-    (tmp_path / name).write_text(text)
-
     with pytest.raises(ConfigError) as refused:
-        judge_document(read_document(tmp_path / name))
+        judge_text(tmp_path, name, text)
     assert "\n" not in str(refused.value)
     assert command("configs", "check", tmp_path / name).returncode == 2
 
