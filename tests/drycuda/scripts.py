@@ -61,14 +61,19 @@ def place(folder: Path, script: str = TRAINS) -> Path:
     return folder
 
 
-def typed(folder: Path, *words: object, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Type `trainer-plugins plan` with these words in a folder."""
+def start_python(folder: Path, *words: object, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Start Python with these words in a folder; it can load the dry card then."""
     return processes.run(
-        [sys.executable, "-m", "trainer_plugins", "plan", *map(str, words)],
+        [sys.executable, *map(str, words)],
         cwd=folder,
         environ={**environment(), "PYTHONPATH": str(ROOT), "TMPDIR": str(folder), **environ},
         fresh="the dry card is loaded by a start of Python",
     )
+
+
+def typed(folder: Path, *words: object, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Type `trainer-plugins plan` with these words in a folder."""
+    return start_python(folder, "-m", "trainer_plugins", "plan", *words, **environ)
 
 
 TRAIN = ("--", sys.executable, "train.py", "model", "out")

@@ -1,15 +1,11 @@
 """Our callbacks on CUDA's own code: what they ask of the card. What they do there, tests/card shows."""
 
 import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
-from tests import processes
-from tests.distributed.launched import environment
-from tests.drycuda.scripts import ROOT
+from tests.drycuda.scripts import start_python
 from trainer_plugins.units import GIB
 
 pytestmark = [pytest.mark.slow, pytest.mark.all, pytest.mark.usefixtures("cuda_build")]
@@ -63,12 +59,7 @@ def run(cuda_build, tmp_path_factory) -> Any:
 
     def of(preset: str) -> Any:
         words = ["-m", "trainer_plugins.drycuda", "--gpu", "24GiB", "train.py", preset]
-        done: subprocess.CompletedProcess[str] = processes.run(
-            [sys.executable, *words],
-            cwd=folder,
-            environ={**environment(), "PYTHONPATH": str(ROOT)},
-            fresh="the dry card is loaded by a start of Python",
-        )
+        done = start_python(folder, *words)
         assert "FOUND" in done.stdout, done.stderr[-2000:]
         (line,) = (line for line in done.stdout.splitlines() if line.startswith("FOUND"))
         return json.loads(line.removeprefix("FOUND"))

@@ -1,7 +1,6 @@
 """`exec --fit`: the command is planned on the dry card, gets arguments that fit, and is run."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -9,9 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests import processes
-from tests.distributed.launched import environment
-from tests.drycuda.scripts import ROOT
+from tests.drycuda.scripts import start_python
 
 pytestmark = [pytest.mark.slow, pytest.mark.all, pytest.mark.usefixtures("cuda_build")]
 
@@ -53,15 +50,6 @@ _FLAGS = (
 _CARD = "1200MiB"
 
 
-def _typed(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return processes.run(
-        [sys.executable, *words],
-        cwd=folder,
-        environ={**environment(), "PYTHONPATH": str(ROOT), "TMPDIR": str(folder)},
-        fresh="the dry card is loaded by a start of Python",
-    )
-
-
 def _fitted(
     folder: Path,
     *words: str,
@@ -69,7 +57,7 @@ def _fitted(
     flags: tuple[str, ...] = _FLAGS,
 ):
     command = (sys.executable, *script, *flags)
-    return _typed(folder, "-m", "trainer_plugins", "exec", "--fit", *words, "--", *command)
+    return start_python(folder, "-m", "trainer_plugins", "exec", "--fit", *words, "--", *command)
 
 
 @pytest.fixture
@@ -89,7 +77,7 @@ def test_a_run_that_does_not_fit_trains_the_same_in_smaller_pieces(folder: Path)
     flags += ("--dataloader_drop_last", "True")
     flags += ("--per_device_train_batch_size", "6", "--optim", "sgd", "--learning_rate", "1")
     on_card = ("-m", "trainer_plugins.testing.simgpu", "--capacity")
-    whole = _typed(folder, *on_card, "8GiB", "train.py", *flags)
+    whole = start_python(folder, *on_card, "8GiB", "train.py", *flags)
     assert "trained 6 1 False 8 2" in whole.stdout, whole.stderr[-2000:]
     expected = load_file(folder / "end" / "model.safetensors")
 

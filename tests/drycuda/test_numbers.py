@@ -9,6 +9,7 @@ import torch
 
 from tests import processes
 from tests.distributed.launched import environment
+from tests.drycuda.scripts import start_python
 from trainer_plugins.drycuda.pytest_plugin import Run, dry_cuda
 
 __all__ = ["dry_cuda"]
@@ -107,10 +108,5 @@ def test_what_ranks_send_each_other_is_not_computed_again(tmp_path: Path, number
     (tmp_path / "sums.py").write_text(SUMS)
     words = ["-m", "trainer_plugins.drycuda", "--gpu", "24GiB", "--num-gpus", "2"]
     command = ["--", "torchrun", "--nproc_per_node", "2", "sums.py"]
-    done = processes.run(
-        [sys.executable, *words, *["--numbers"] * numbers, *command],
-        cwd=tmp_path,
-        environ={**environment(), "PYTHONPATH": str(Path(__file__).parents[2])},
-        fresh="the dry card is loaded by a start of Python",
-    )
+    done = start_python(tmp_path, *words, *["--numbers"] * numbers, *command)
     assert done.stdout.count("summed [3.0, 3.0, 3.0, 3.0]") == 2, done.stdout + done.stderr[-2000:]

@@ -2,13 +2,11 @@
 
 import json
 import os
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.drycuda.scripts import ROOT, place, typed
-from tests.processes import run
+from tests.drycuda.scripts import ROOT, place, start_python, typed
 from trainer_plugins.planner.plan import MemoryPlan
 
 pytestmark = [pytest.mark.slow, pytest.mark.all, pytest.mark.usefixtures("cuda_build")]
@@ -136,12 +134,7 @@ def test_a_trainer_of_a_notebook_is_run_on_the_dry_card(folder: Path) -> None:
     It is run in a fork, which stands behind a wall: a file that its loss writes is not there.
     """
     (folder / "cell.py").write_text(NOTEBOOK)
-    done = run(
-        [sys.executable, "cell.py"],
-        cwd=folder,
-        environ={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder)},
-        fresh="the dry card is loaded by a start of Python",
-    )
+    done = start_python(folder, "cell.py")
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.splitlines()[-1].startswith("0 ")
     assert not (folder / "written").exists()

@@ -1,15 +1,21 @@
 """Programs of users that ask for more than a training: they get a plan too, unedited."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests import processes
-from tests.distributed.launched import environment
-from tests.drycuda.scripts import CONFIG, ROOT, TRAIN, TRAINS, WORKSPACES, place, plan_of, typed
+from tests.drycuda.scripts import (
+    CONFIG,
+    TRAIN,
+    TRAINS,
+    WORKSPACES,
+    place,
+    plan_of,
+    start_python,
+    typed,
+)
 from trainer_plugins.units import MIB
 
 pytestmark = [pytest.mark.slow, pytest.mark.all, pytest.mark.usefixtures("cuda_build")]
@@ -93,12 +99,7 @@ def test_a_rank_has_a_context_on_no_card_but_its_own(tmp_path: Path) -> None:
     place(tmp_path, f"import os, pynvml\npynvml.nvmlInit()\n{script}{_SECOND_RANK}")
     command = ("torchrun", "--nproc_per_node", "2", "train.py", "model", "out")
     words = ("-m", "trainer_plugins.drycuda", "--gpu", "24GiB", "--num-gpus", "2", "--")
-    done = processes.run(
-        [sys.executable, *words, *command],
-        cwd=tmp_path,
-        environ={**environment(), "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
-        fresh="the dry card is loaded by a start of Python",
-    )
+    done = start_python(tmp_path, *words, *command)
     assert done.stdout.count("others on the first card: []") == 2, done.stdout + done.stderr[-2000:]
 
 
@@ -110,12 +111,8 @@ def test_micro_steps_that_a_plan_skips_would_need_nothing_more(tmp_path: Path) -
     place(tmp_path, script + "print('reserved', torch.cuda.max_memory_reserved())")
     plan = plan_of(tmp_path, "--gpu", "24GiB", command=(*TRAIN, "5"))
     assert plan.moment == "backward", "with the gradients of the micro-step before"
-    done = processes.run(
-        [sys.executable, "-m", "trainer_plugins.drycuda", "--gpu", "24GiB", *TRAIN[2:], "5"],
-        cwd=tmp_path,
-        environ={**environment(), "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
-        fresh="the dry card is loaded by a start of Python",
-    )
+    words = ("-m", "trainer_plugins.drycuda", "--gpu", "24GiB", *TRAIN[2:], "5")
+    done = start_python(tmp_path, *words)
     assert f"reserved {plan.reserved_peak_bytes}" in done.stdout, done.stdout + done.stderr[-2000:]
 
 
@@ -203,12 +200,7 @@ def test_a_program_without_a_trainer_is_told_so_and_runs_by_itself(tmp_path: Pat
     done = typed(place(tmp_path, _LOOP), "--gpu", "24GiB", *TRAIN)
     assert done.returncode == 2
     assert "other programs run on dry cards with `python -m" in done.stderr
-    dry = [sys.executable, "-m", "trainer_plugins.drycuda", "--gpu", "24GiB"]
+    dry = ("-m", "trainer_plugins.drycuda", "--gpu", "24GiB")
     for program in (["train.py"], ["-m", "train"]):
-        alone = processes.run(
-            [*dry, *program],
-            cwd=tmp_path,
-            environ={**environment(), "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
-            fresh="the dry card is loaded by a start of Python",
-        )
+        alone = start_python(tmp_path, *dry, *program)
         assert "chosen torch.Size([7])" in alone.stdout, alone.stderr[-2000:]

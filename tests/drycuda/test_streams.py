@@ -1,14 +1,11 @@
 """A streamed base on CUDA's own code: what its copies wait for, and what waits for them."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests import processes
-from tests.distributed.launched import environment
-from tests.drycuda.scripts import ROOT
+from tests.drycuda.scripts import start_python
 
 pytestmark = [pytest.mark.slow, pytest.mark.all, pytest.mark.usefixtures("cuda_build")]
 
@@ -52,12 +49,7 @@ def step(cuda_build, tmp_path_factory) -> list[tuple[str, int, int]]:
     """The calls of the third step."""
     folder: Path = tmp_path_factory.mktemp("streamed")
     (folder / "train.py").write_text(_SCRIPT)
-    done = processes.run(
-        [sys.executable, "-m", "trainer_plugins.drycuda", "--gpu", "24GiB", "train.py"],
-        cwd=folder,
-        environ={**environment(), "PYTHONPATH": str(ROOT)},
-        fresh="the dry card is loaded by a start of Python",
-    )
+    done = start_python(folder, "-m", "trainer_plugins.drycuda", "--gpu", "24GiB", "train.py")
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("FOUND")] or [
         done.stderr
     ]
