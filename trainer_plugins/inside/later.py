@@ -1,13 +1,21 @@
-"""Finds out from the code of the running functions whether a program will train again."""
+"""Finds out whether a program will train again, from its code, and lets it come to that."""
 
 import dis
 import inspect
+import os
+import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType, FunctionType
 from typing import Any
 
+import psutil
+
 _JUMPS = {*dis.hasjrel, *dis.hasjabs}
+_GOES_ON_TIMES = 3
+"""A program with other trainings to come may run this many times longer than up to the first."""
+
 _OF_A_LIBRARY = ("/site-packages/", "/dist-packages/")
 
 
@@ -52,3 +60,28 @@ def _calls_train(function: object, known: list[object]) -> bool:
     return "train" in code.co_names or any(
         _calls_train(others.get(name), known) for name in code.co_names
     )
+
+
+class Waiting:
+    """Lets a program continue to its next training, for a limited time in all."""
+
+    def __init__(self) -> None:
+        self._end = 0.0  # in seconds since 1970
+        self._timer: threading.Timer | None = None
+
+    def begin(self) -> bool:
+        """End the program when the time is over; return whether there is time left."""
+        now = time.time()
+        if not self._end:
+            self._end = now + _GOES_ON_TIMES * (now - psutil.Process().create_time())
+        if now >= self._end:
+            return False
+        self._timer = threading.Timer(self._end - now, os._exit, (0,))
+        self._timer.daemon = True
+        self._timer.start()
+        return True
+
+    def interrupt(self, num_ranks: int) -> None:
+        """Let a training run to its end; of several ranks none may wait for one that has ended."""
+        if self._timer is not None and num_ranks == 1:
+            self._timer.cancel()

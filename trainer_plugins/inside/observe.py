@@ -10,7 +10,6 @@ import gc
 import json
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -23,7 +22,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from trainer_plugins.accumulation.effect import judge_accumulation
 from trainer_plugins.inside import alone
-from trainer_plugins.inside.later import find_later_training
+from trainer_plugins.inside.later import Waiting, find_later_training
 from trainer_plugins.inside.named import Namer, count_parameters
 from trainer_plugins.inside.process import host_peak, say
 from trainer_plugins.inside.seen import MOST_EVENTS, Seen, find_peak, write, write_results
@@ -35,9 +34,6 @@ _NCCL_LOOKS_SECONDS = 0.15
 """Steps must last longer than the interval at which NCCL's group polls for finished work, to free
 its tensors (ProcessGroupNCCL.cpp, kWatchdogThreadSleepMillis).
 """
-
-_GOES_ON_TIMES = 3
-"""A program with other trainings to come may run this many times longer than up to the first."""
 
 _OF_THE_FULLEST = (
     *("arguments", "accumulation", "rows", "tokens", "why_whole", "is_quantised", "model"),
@@ -122,7 +118,8 @@ def watch_trainers() -> None:
     has_card: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     if not has_card:  # else objects kept alive might be on the card
         gc.freeze()  # accelerate collects often, and imports leave no garbage
-    train, notes, waiting = Trainer.train, list[str](), _Waiting()
+    train, notes, waiting = Trainer.train, list[str](), Waiting()
+    atexit.register(_miss_nothing)
     evaluate_few_rows(notes)
 
     @functools.wraps(train)
@@ -151,32 +148,6 @@ def watch_trainers() -> None:
         os._exit(0)
 
     Trainer.train = train_watched
-
-
-class _Waiting:
-    """Lets a program continue to its next training, for a limited time in all."""
-
-    def __init__(self) -> None:
-        self._end = 0.0  # in seconds since 1970
-        self._timer: threading.Timer | None = None
-
-    def begin(self) -> bool:
-        """End the program when the time is over; return whether there is time left."""
-        now = time.time()
-        if not self._end:
-            self._end = now + _GOES_ON_TIMES * (now - psutil.Process().create_time())
-            atexit.register(_miss_nothing)
-        if now >= self._end:
-            return False
-        self._timer = threading.Timer(self._end - now, os._exit, (0,))
-        self._timer.daemon = True
-        self._timer.start()
-        return True
-
-    def interrupt(self, num_ranks: int) -> None:
-        """Let a training run to its end; of several ranks none may wait for one that has ended."""
-        if self._timer is not None and num_ranks == 1:
-            self._timer.cancel()
 
 
 def _miss_nothing() -> None:

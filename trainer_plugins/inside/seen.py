@@ -112,8 +112,10 @@ def write(seen: Seen) -> None:
             f"of the allocator's events the last {MOST_EVENTS:,} are known: no smallest card"
         )
     _leave_out_the_dry_run(snapshot)
-    with (folder / f"snapshot-{seen.rank}.pickle").open("wb") as file:
+    draft = folder / f"snapshot-{seen.rank}.draft"  # the program may be ended while it writes
+    with draft.open("wb") as file:
         pickle.dump(snapshot, file)
+    draft.rename(draft.with_suffix(".pickle"))
     write_results(seen)
 
 
