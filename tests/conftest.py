@@ -12,7 +12,7 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from tests.distributed import extensions
-from tests.models import tiny_llama, token_rows
+from tests.models import QUIET, tiny_llama, token_rows
 from trainer_plugins.testing import simgpu as simgpu_module
 from trainer_plugins.units import MIB
 
@@ -170,10 +170,7 @@ def make_trainer(tmp_path):
             "output_dir": str(tmp_path / "run"),
             "max_steps": 8,
             "per_device_train_batch_size": 2,
-            "report_to": "none",
-            "save_strategy": "no",
-            "disable_tqdm": True,
-            "dataloader_pin_memory": False,
+            **QUIET,
             "logging_strategy": "no",
             **kwargs,
         }

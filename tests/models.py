@@ -65,6 +65,14 @@ def token_rows(num_rows: int = 64, length: int = 32) -> list[dict[str, torch.Ten
     return [{"input_ids": row, "labels": row} for row in rows]
 
 
+QUIET: dict[str, Any] = {
+    "report_to": "none",
+    "save_strategy": "no",
+    "disable_tqdm": True,
+    "dataloader_pin_memory": False,
+}
+"""Arguments of a Trainer of which nothing is left but its timeline."""
+
 SMALL_GPT2 = {
     "model_type": "gpt2",
     "n_embd": 64,

@@ -16,9 +16,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 import transformers
 from torch import nn
-from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from tests import processes
+from tests.events import at
 from tests.explain.stated import explained
 from tests.explain.test_text import FULL, TRAINER
 from tests.models import IN_ORDER, IS_OLD, tiny_llama
@@ -52,14 +53,6 @@ KINDS = {
 """One class of each kind."""
 
 
-class Seen(TrainerCallback):
-    """Keeps the gradient of the step."""
-
-    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        self.gradient = torch.cat([each.flatten() for each in gradients]).clone()
-
-
 def run_of(model, batch, num_steps: int, folder, trainer_class=Trainer, **into_trainer) -> Trainer:
     """A run of one step, which moves nothing: the rows of a batch in so many micro-batches."""
     rows = NUM_ROWS // num_steps // int(os.environ.get("WORLD_SIZE", "1"))
@@ -83,11 +76,17 @@ def run_of(model, batch, num_steps: int, folder, trainer_class=Trainer, **into_t
 
 
 def gradient(trainer: Trainer) -> torch.Tensor:
-    seen = Seen()
-    trainer.add_callback(seen)
+    """The gradient of its step."""
+    seen: list[torch.Tensor] = []
+
+    def keep(now) -> None:
+        gradients = [p.grad for p in now.model.parameters() if p.grad is not None]
+        seen.append(torch.cat([each.flatten() for each in gradients]).clone())
+
+    trainer.add_callback(at("pre_optimizer_step", keep))
     trainer.model.zero_grad()
     trainer.train()
-    return seen.gradient
+    return seen[-1]
 
 
 def off_by(one: torch.Tensor, other: torch.Tensor) -> float:

@@ -6,6 +6,7 @@ import psutil
 import pytest
 from transformers import DefaultFlowCallback, PrinterCallback, Trainer, TrainerCallback
 
+from tests.events import at
 from tests.offers import install
 from tests.written import read_steps
 from trainer_plugins import (
@@ -258,20 +259,17 @@ def test_a_bad_offer(make_trainer, teampack, name, says) -> None:
 def test_many_steps_hold_no_more_than_few_but_for_the_timeline(make_trainer) -> None:
     """Threads and open files stay as they are; of objects a step leaves its entries of the timeline, which are bounded."""
 
-    class Counts(TrainerCallback):
-        def __init__(self) -> None:
-            self.held: list[tuple[int, int, int]] = []
+    held: list[tuple[int, int, int]] = []
 
-        def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step in (100, 300):
-                gc.collect()
-                me = psutil.Process()
-                self.held.append((me.num_threads(), me.num_fds(), len(gc.get_objects())))
+    def count(_) -> None:
+        gc.collect()
+        me = psutil.Process()
+        held.append((me.num_threads(), me.num_fds(), len(gc.get_objects())))
 
-    counts = Counts()
+    counts = at("step_end", count, 100, 300)
     trainer = make_trainer(counts, max_steps=300, per_device_train_batch_size=1, use_cpu=True)
     protect(trainer, "survive")
     trainer.train()
-    (*before, few), (*after, many) = counts.held
+    (*before, few), (*after, many) = held
     assert after == before
     assert many - few <= 200 * 3

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import DynamicCache, Trainer, TrainerCallback
+from transformers import DynamicCache, Trainer
 from transformers.generation import CompileConfig
 
 from tests.conftest import CAPACITY_BYTES
@@ -30,22 +30,14 @@ class SilentEvaluation(Trainer):
         return {}
 
 
-class AtEachStepBegin(TrainerCallback):
-    """Comes after ours: sees what is left on the model when training goes on."""
-
-    def __init__(self) -> None:
-        self.left: list[bool] = []
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        self.left.append("_compiled_call" in vars(kwargs["model"]))
-
-
 def steps_with_a_leftover(make_trainer, *callbacks, **kwargs) -> int:
-    look = AtEachStepBegin()
+    """Look, behind ours, what is left on the model when training goes on."""
+    left: list[bool] = []
+    look = at("step_begin", lambda now: left.append("_compiled_call" in vars(now.model)))
     trainer = make_trainer(*callbacks, look, **kwargs)
     trainer.train()
-    assert len(look.left) == 8
-    return sum(look.left) + ("_compiled_call" in vars(trainer.model))
+    assert len(left) == 8
+    return sum(left) + ("_compiled_call" in vars(trainer.model))
 
 
 @pytest.mark.all

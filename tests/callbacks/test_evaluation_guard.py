@@ -5,8 +5,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import EvalPrediction, Trainer, TrainerCallback
+from transformers import EvalPrediction, Trainer
 
+from tests.check.test_planted import Endless
+from tests.events import at
 from tests.models import tiny_llama, token_rows
 from trainer_plugins import EvaluationGuard
 from trainer_plugins.finding import Finding, Severity
@@ -152,25 +154,16 @@ def test_what_the_users_own_preprocessing_keeps_is_what_counts(make_trainer, sim
     assert trainer.preprocess_logits_for_metrics is theirs
 
 
-class Endless(torch.utils.data.Dataset):
-    """As many rows as fill any main memory with logits."""
-
-    def __len__(self):
-        return 100_000_000
-
-    def __getitem__(self, index):
-        return {"input_ids": torch.ones(32, dtype=torch.long)}
-
-
-class Stops(TrainerCallback):
-    def on_prediction_step(self, *args, **kwargs):
-        raise LookupError("seen enough")
-
-
 def test_main_memory_that_is_short_too_is_said_at_the_first_batch(make_trainer, simgpu) -> None:
     """What was changed is put back, although the prediction raises."""
+
+    def stop(_) -> None:
+        raise LookupError("seen enough")
+
     timeline = Timeline()
-    trainer = make_trainer(EvaluationGuard(logits_to="cpu", timeline=timeline), Stops())
+    trainer = make_trainer(
+        EvaluationGuard(logits_to="cpu", timeline=timeline), at("prediction_step", stop)
+    )
     with pytest.raises(LookupError):
         trainer.predict(Endless())
     (finding,) = said(timeline)

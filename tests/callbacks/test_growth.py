@@ -187,55 +187,41 @@ def test_what_a_callback_keeps_is_named(make_trainer, simgpu, callback, grew, ho
     assert cure in finding.remedy
 
 
-@pytest.mark.all
-def test_outputs_that_a_hook_keeps_in_a_closure_are_named(make_trainer, simgpu) -> None:
-    def plant(trainer: Trainer) -> None:
-        outputs = []
+def keep_outputs_in_a_closure(trainer: Trainer) -> None:
+    outputs = []
 
-        def keep(module: nn.Module, args: object, output: torch.Tensor) -> None:
-            outputs.append(torch.zeros(256, 1024, device=output.device))
+    def keep(module: nn.Module, args: object, output: torch.Tensor) -> None:
+        outputs.append(torch.zeros(256, 1024, device=output.device))
 
-        trainer.model.lm_head.register_forward_hook(keep)
-
-    finding = leak_of(make_trainer, prepare=plant)
-
-    assert (
-        "x Tensor [256, 1024] float32 held by outputs, a variable around keep()" in finding.evidence
-    )
-    assert "`outputs.clear()`" in finding.remedy
+    trainer.model.lm_head.register_forward_hook(keep)
 
 
-@pytest.mark.all
-def test_logits_that_compute_metrics_keeps_are_named(make_trainer, simgpu) -> None:
-    class Metrics:
-        def __init__(self) -> None:
-            self.logits: list[torch.Tensor] = []
+class Metrics:
+    def __init__(self) -> None:
+        self.logits: list[torch.Tensor] = []
 
-        def __call__(self, prediction):
-            self.logits.append(torch.as_tensor(prediction.predictions).to("simgpu").repeat(8, 1, 1))
-            return {}
-
-    def plant(trainer: Trainer) -> None:
-        trainer.compute_metrics = Metrics()
-
-    finding = leak_of(make_trainer, prepare=plant, eval_strategy="steps", eval_steps=1)
-
-    assert "Metrics.logits" in finding.evidence
-    assert "`Metrics.logits.clear()`" in finding.remedy
+    def __call__(self, prediction):
+        self.logits.append(torch.as_tensor(prediction.predictions).to("simgpu").repeat(8, 1, 1))
+        return {}
 
 
 @pytest.mark.all
-def test_rows_that_a_data_set_keeps_are_named(make_trainer, simgpu) -> None:
-    def plant(trainer: Trainer) -> None:
-        trainer.train_dataset = CachingRows("simgpu")
+@pytest.mark.parametrize(
+    ("plant", "settings", "held", "cure"),
+    [
+        (keep_outputs_in_a_closure, {}, "x Tensor [256, 1024] float32 held by outputs, a variable around keep()", "`outputs.clear()`"),
+        (lambda trainer: setattr(trainer, "compute_metrics", Metrics()), {"eval_strategy": "steps", "eval_steps": 1}, "Metrics.logits", "`Metrics.logits.clear()`"),
+        (lambda trainer: setattr(trainer, "train_dataset", CachingRows("simgpu")), {"remove_unused_columns": False}, "x Tensor [128, 1024] uint8 held by CachingRows.cache, 2 more per step since about step 0", "`CachingRows.cache.clear()`"),
+    ],
+    ids=["a closure", "metrics", "a data set"],
+)  # fmt: skip
+def test_what_a_trainer_was_given_and_keeps_is_named(
+    make_trainer, simgpu, plant, settings, held, cure
+) -> None:
+    finding = leak_of(make_trainer, prepare=plant, **settings)
 
-    finding = leak_of(make_trainer, prepare=plant, remove_unused_columns=False)
-
-    assert (
-        "x Tensor [128, 1024] uint8 held by CachingRows.cache, 2 more per step since about step 0"
-        in finding.evidence
-    )
-    assert "`CachingRows.cache.clear()`" in finding.remedy
+    assert held in finding.evidence
+    assert cure in finding.remedy
 
 
 class KeepsAtSaves(TrainerCallback):

@@ -23,7 +23,7 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from tests.models import checkpointing, tiny_llama, tiny_t5, token_rows
+from tests.models import QUIET, checkpointing, tiny_llama, tiny_t5, token_rows
 from trainer_plugins import Preflight, protect
 
 trl = pytest.importorskip("trl")
@@ -106,14 +106,8 @@ def text_rows(num):
 
 
 def of_trl(make, trainer_class, config, rows, model=None, **more):
-    settings = {
-        "max_steps": 1,
-        "per_device_train_batch_size": 2,
-        "report_to": "none",
-        "bf16": False,
-    }
-    quiet = {"disable_tqdm": True, "save_strategy": "no", "dataloader_pin_memory": False}
-    args = config(make().args.output_dir, **settings, **quiet)
+    settings = {"max_steps": 1, "per_device_train_batch_size": 2, "bf16": False, **QUIET}
+    args = config(make().args.output_dir, **settings)
     return trainer_class(
         model=model or tiny_llama(vocab_size=384), args=args,
         train_dataset=datasets.Dataset.from_list(rows), processing_class=ByT5Tokenizer(extra_ids=0), **more,

@@ -5,6 +5,7 @@ Nothing is downloaded.
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -65,18 +66,11 @@ def tiny(**fields) -> dict:
     }
 
 
+EIGHT_ROWS = request("llama-3-8b", *CHECKPOINTING, *ADAM, rows=8, gpu="34GiB", changed=TWO_LAYERS)
 REQUESTS = {
     "8b": request("llama-3-8b", *CHECKPOINTING, *ADAM),
-    "8 rows": request("llama-3-8b", *CHECKPOINTING, *ADAM, rows=8, gpu="34GiB", changed=TWO_LAYERS),
-    "8 rows, expandable": request(
-        "llama-3-8b",
-        *CHECKPOINTING,
-        *ADAM,
-        rows=8,
-        gpu="34GiB",
-        changed=TWO_LAYERS,
-        allocator="expandable_segments:True",
-    ),
+    "8 rows": EIGHT_ROWS,
+    "8 rows, expandable": replace(EIGHT_ROWS, allocator="expandable_segments:True"),
     "fused": request("llama-3-8b", *ADAM, changed=TWO_LAYERS),
     "foreach": request("llama-3-8b", "--optim", "adamw_torch", changed=TWO_LAYERS),
     "autocast": request("llama-3-8b", *ADAM, "--bf16", "True", dtype="float32", changed=TWO_LAYERS),

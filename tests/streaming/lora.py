@@ -8,6 +8,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
+from tests.models import QUIET
 from trainer_plugins.streaming.stream import Stream, stream_of
 
 SIZES = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 6, "vocab_size": 256}
@@ -58,10 +59,7 @@ def trainer(folder, *callbacks, model=None, trainer_class=Trainer, **arguments) 
         "per_device_train_batch_size": 2,
         "learning_rate": 1e-3,
         "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "dataloader_pin_memory": False,
+        **QUIET,
         "seed": 3,
         **arguments,
     }

@@ -4,6 +4,7 @@ import pytest
 from peft import LoraConfig
 from transformers import ByT5Tokenizer
 
+from tests.models import QUIET
 from tests.streaming.lora import are_equal, base, learned, losses, stream
 from trainer_plugins import StreamBase
 from trainer_plugins.streaming.stream import stream_of
@@ -38,11 +39,8 @@ def made(kind: str, folder, *callbacks):
         gradient_checkpointing=True,
         learning_rate=1e-3,
         logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
         bf16=False,
+        **QUIET,
     )
     return getattr(trl, kind)(
         model=base(vocab_size=259),
@@ -82,10 +80,8 @@ def test_generation_is_refused_unless_it_is_asked_for(simgpu, tmp_path, caplog) 
                 per_device_train_batch_size=2,
                 num_generations=2,
                 max_completion_length=4,
-                report_to="none",
                 bf16=False,
-                save_strategy="no",
-                disable_tqdm=True,
+                **QUIET,
             ),
             train_dataset=datasets.Dataset.from_list([{"prompt": words(n)} for n in range(4)]),
             processing_class=ByT5Tokenizer(extra_ids=0),

@@ -15,7 +15,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from tests import rounding
 from tests.events import at
-from tests.models import tiny_llama
+from tests.models import QUIET, tiny_llama
 from trainer_plugins import survive_oom
 from trainer_plugins.survival.memo import memo_of
 from trainer_plugins.survival.ranks.alone import Together
@@ -74,13 +74,10 @@ def small_trainer(
         "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": 2,
         "learning_rate": LEARNING_RATE,
-        "report_to": "none",
-        "save_strategy": "no",
         "logging_steps": 1,
-        "disable_tqdm": True,
         "use_cpu": True,
         "remove_unused_columns": False,
-        "dataloader_pin_memory": False,
+        **QUIET,
         **kwargs,
     }
     return trainer_class(

@@ -1,6 +1,7 @@
 """What is not exact, or not known to be, is refused by name before training; nothing has been changed then."""
 
 import functools
+import re
 
 import pytest
 import torch
@@ -271,6 +272,8 @@ def test_refused_when_it_is_attached(tmp_path, case: str, caplog) -> None:
     (entry,) = read_entries(tmp_path)
     assert isinstance(entry, Remark)
     assert entry.finding.code == "out-of-memory-refused"
+    assert entry.finding.summary == "survive_oom does nothing in this run"
+    assert re.search(why, entry.finding.evidence)
     assert entry.finding.evidence in caplog.text
 
 

@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.models import tiny_llama, token_rows
 from tests.survival.failing import Run, small_trainer
 from tests.survival.test_attach import remarks
-from trainer_plugins import checkpointing, protect, survive_oom
+from trainer_plugins import protect, survive_oom
 from trainer_plugins.units import MIB
 
 IS_5 = not transformers.__version__.startswith("4.")
@@ -99,32 +99,6 @@ def test_one_row_that_does_not_fit_is_not_told_to_be_fewer(tmp_path, simgpu) -> 
         (told,) = remarks(tmp_path / str(num_rows), "out-of-memory-refused")
         assert told.finding.remedy.startswith("Remaining options: shorter sequences")
         assert "per_device_train_batch_size" not in told.finding.remedy
-
-
-def test_rows_that_may_not_be_divided_further_are(tmp_path) -> None:
-    trainer = small_trainer(tmp_path)
-    survive_oom(trainer, min_micro_batch=3, ladder=())
-    with pytest.raises(torch.OutOfMemoryError):
-        Run(trainer, {0: [100]})
-    (told,) = remarks(tmp_path, "out-of-memory-refused")
-    assert "halve per_device_train_batch_size" in told.finding.remedy
-    assert f"{checkpointing.NAME}=True" in told.finding.remedy
-
-
-def test_one_row_that_survived_is_told_of_no_smaller_batch(tmp_path) -> None:
-    trainer = small_trainer(tmp_path, per_device_train_batch_size=1)
-    survive_oom(trainer)
-    Run(trainer, {0: [200]})
-    (told,) = remarks(tmp_path, "out-of-memory-survived")
-    assert "per_device_train_batch_size" not in told.finding.remedy
-
-
-def test_a_refusal_says_where_it_was_seen(tmp_path) -> None:
-    trainer = small_trainer(tmp_path, compute_loss_func=lambda *args, **kwargs: 0)
-    survive_oom(trainer, on_refusal="warn")
-    (told,) = remarks(tmp_path, "out-of-memory-refused")
-    assert told.finding.summary == "survive_oom does nothing in this run"
-    assert "compute_loss_func is a custom loss" in told.finding.evidence
 
 
 def test_an_error_that_is_not_retried_goes_on_and_the_reason_is_said(tmp_path, caplog) -> None:

@@ -12,6 +12,7 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
+from tests.models import QUIET
 from tests.survival.classes.batches import batch_for
 from tests.survival.classes.tiny import tiny_model
 from tests.survival.failing import Allocations, Gradients
@@ -116,13 +117,10 @@ class _Training:
             per_device_train_batch_size=4,
             learning_rate=0.0,
             optim="sgd",
-            report_to="none",
-            save_strategy="no",
             logging_strategy="no",
-            disable_tqdm=True,
             use_cpu=True,
             remove_unused_columns=False,
-            dataloader_pin_memory=False,
+            **QUIET,
         )
         rows: Any = list(range(8))
         self.trainer = Trainer(
