@@ -258,9 +258,9 @@ def numbers_off_by(ours: list[dict], theirs: list[dict]) -> float:
 
 
 def survive(make, where: dict[int, Any], error=None, **options) -> tuple[Run, Run]:
-    """The run as it is, and the same where micro-batches fail at a fraction of their allocations, and are survived.
+    """The run as it is, and the same where micro-batches fail and are survived.
 
-    Some micro-batches fail at several: then a fraction may be above 1.
+    They fail at a fraction of their allocations. Some fail at several: then one may be above 1.
     """
     whole = Run(make())
     trainer = make()
