@@ -115,7 +115,7 @@ def test_what_fits_stays_as_it_is_and_what_cannot_is_not_started(folder: Path) -
 
     for words, why in (
         (("--may", "rows"), "--may is precision, optim, peft or length, got rows"),
-        (("--preset", "observe"), "for SurviveOOM, which is not in the preset observe"),
+        (("--preset", "observe"), "needs SurviveOOM, which is not in the preset observe"),
     ):
         done = _fitted(folder, "--gpu", "24GiB", *words)
         assert done.returncode == 2
