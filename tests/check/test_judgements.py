@@ -116,11 +116,7 @@ CHANGES: list[tuple[dict, str, Severity]] = [
         "shared-memory-small",
         Severity.ERROR,
     ),
-    (
-        {"main": main(swap_bytes=64 * GIB, swap_used_bytes=40 * GIB), "run": OFFLOADS},
-        "swap-in-use",
-        Severity.WARNING,
-    ),
+    ({"main": main(swap_bytes=64 * GIB, swap_used_bytes=40 * GIB), "run": OFFLOADS}, "swap-in-use", Severity.WARNING),
     (
         {
             "main": main(memlock_bytes=64 * 1024),
@@ -129,62 +125,27 @@ CHANGES: list[tuple[dict, str, Severity]] = [
         "memlock-small",
         Severity.WARNING,
     ),
-    (
-        {"machine": Machine(is_wsl=True)},
-        "windows-limits",
-        Severity.WARNING,
-    ),
+    ({"machine": Machine(is_wsl=True)}, "windows-limits", Severity.WARNING),
     ({"cards": (OLD_CARD,), "run": run(bf16=True)}, "bf16-emulated", Severity.WARNING),
     ({"cards": (peer(700 * MIB),)}, "stray-context", Severity.WARNING),
     ({"run": replace(RUN, disk_free_bytes=GIB)}, "disk-too-small", Severity.ERROR),
     ({"run": LARGE_SAVE}, "save-gathers", Severity.ERROR),
     ({"run": FSDP_SAVE}, "save-gathers", Severity.WARNING),
     ({"run": ACCUMULATES}, "fsdp-whole-gradients", Severity.ERROR),
-    (
-        {"model": WORDS, "data": LONG, "capability": (7, 5)},
-        "attention-stores-scores",
-        Severity.WARNING,
-    ),
-    (
-        {"run": replace(run(**BEST), strategy=strategy(family="DeepSpeed"))},
-        "best-model-at-end",
-        Severity.WARNING,
-    ),
+    ({"model": WORDS, "data": LONG, "capability": (7, 5)}, "attention-stores-scores", Severity.WARNING),
+    ({"run": replace(run(**BEST), strategy=strategy(family="DeepSpeed"))}, "best-model-at-end", Severity.WARNING),
     ({"model": ADAPTERS, "run": run(**BEST)}, "best-model-at-end", Severity.WARNING),
     ({"run": run(**VLLM, vllm_gpu_memory_utilization=0.9)}, "vllm-share", Severity.WARNING),
-    (
-        {"environ": {"CUDA_LAUNCH_BLOCKING": "1"}},
-        "debug-switch",
-        Severity.WARNING,
-    ),
+    ({"environ": {"CUDA_LAUNCH_BLOCKING": "1"}}, "debug-switch", Severity.WARNING),
     ({"run": replace(run(**REENTRANT), strategy=FSDP2)}, "known-version", Severity.WARNING),
-    (
-        {
-            "run": run(torch_compile=True),
-            "versions": {"torch": "2.9.1+cu128"},
-        },
-        "known-version",
-        Severity.WARNING,
-    ),
+    ({"run": run(torch_compile=True), "versions": {"torch": "2.9.1+cu128"}}, "known-version", Severity.WARNING),
     ({"plan": plan(79 * GIB, fits=True)}, "card-too-full", Severity.ERROR),
-    (
-        {"device_free_bytes": 80 * GIB, "plan": plan(78 * GIB, fits=True)},
-        "plan-is-tight",
-        Severity.WARNING,
-    ),
-    (
-        {"plan": plan(90 * GIB, fits=False, failed_request_bytes=GIB)},
-        "plan-does-not-fit",
-        Severity.ERROR,
-    ),
-    (
-        {"plan": plan(9 * GIB, host_shortage="each machine needs 248 GiB")},
-        "plan-host-memory",
-        Severity.ERROR,
-    ),
+    ({"device_free_bytes": 80 * GIB, "plan": plan(78 * GIB, fits=True)}, "plan-is-tight", Severity.WARNING),
+    ({"plan": plan(90 * GIB, fits=False, failed_request_bytes=GIB)}, "plan-does-not-fit", Severity.ERROR),
+    ({"plan": plan(9 * GIB, host_shortage="each machine needs 248 GiB")}, "plan-host-memory", Severity.ERROR),
     ({"no_plan": "a plan cannot predict torch_compile"}, "plan-not-made", Severity.INFO),
     ({"failed": ("the data: OSError: gone",)}, "check-not-made", Severity.INFO),
-]
+]  # fmt: skip
 
 
 CHANGED = [
