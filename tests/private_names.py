@@ -37,6 +37,7 @@ WHERE: dict[str, tuple[str, ...]] = {
     "_validate_global_plan": ("torch.distributed.checkpoint.default_planner",),
     "_get_resolved_checkpoint_files": (MODEL,),
     "_get_train_sampler": (TRAINER,),
+    "_hp_search_setup": (TRAINER,),
     "_ops": ("torch",),
     "_external_params": ("deepspeed.runtime.zero.partition_parameters",),
     "_unique2": ("torch",),
