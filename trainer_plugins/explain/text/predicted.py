@@ -15,7 +15,6 @@ from trainer_plugins.drycuda.cuda_build import site_with_cuda
 from trainer_plugins.drycuda.predict import predict_one
 from trainer_plugins.explain.answer import Explanation, Remedy
 from trainer_plugins.explain.text.remedies.plan_command import RANK, list_words
-from trainer_plugins.explain.text.settings import Settings
 from trainer_plugins.explain.text.text_facts import TextFacts
 from trainer_plugins.planner.compare.proposal import batch_flags
 from trainer_plugins.planner.compare.switches import (
@@ -177,7 +176,7 @@ def _join(one: Remedy, other: Remedy) -> Remedy:
 
 def _read_request(facts: TextFacts) -> PlanRequest | None:
     """Return the request of the run; None if its model is not known here."""
-    named, (words, _) = Settings(facts).model, list_words(facts)
+    named, (words, _) = facts.settings.model, list_words(facts)
     if Path(named).is_file():
         return None
     try:

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 
 from trainer_plugins import checkpointing
 from trainer_plugins.explain.text.command import find_command
-from trainer_plugins.explain.text.text_facts import TextFacts
 from trainer_plugins.planner.public_models import find_model
 
 # The names used by transformers' examples, TRL, LLaMA-Factory, axolotl, DeepSpeed and QLoRA.
@@ -34,11 +33,10 @@ DTYPES = "bfloat16|float16|float32"
 
 
 class Settings:
-    """Looks for settings in the text's command line, then anywhere in the text."""
+    """Looks for settings in a text's command line, then anywhere in the text."""
 
-    def __init__(self, facts: TextFacts) -> None:
-        self._facts = facts
-        self.text = checkpointing.spell(facts.whole)
+    def __init__(self, text: str, rows_in_banner: int | None = None) -> None:
+        self.text, self._rows_in_banner = checkpointing.spell(text), rows_in_banner
         self.given = _arguments(find_command(self.text))
 
     def value(self, names: str, values: str) -> str:
@@ -83,8 +81,7 @@ class Settings:
         for names in ROWS.split("|"):
             if found := self.value(names, r"\d{1,6}"):
                 return int(found)
-        found_in_banner = self._facts.rows("per_device_train_batch_size")
-        return found_in_banner or (1 if _ONE_ROW.search(self.text) else None)
+        return self._rows_in_banner or (1 if _ONE_ROW.search(self.text) else None)
 
     @property
     def length(self) -> int | None:

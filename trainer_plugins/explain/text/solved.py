@@ -5,12 +5,9 @@ from math import isqrt
 
 from trainer_plugins.explain.shared import Said
 from trainer_plugins.explain.sizes import count_units, is_size_of, match_tokens
-from trainer_plugins.explain.text.settings import Settings
 from trainer_plugins.explain.text.text_facts import TextFacts
 from trainer_plugins.planner.public_models import (
     USUAL_VOCABULARIES,
-    Model,
-    find_model,
     vocabularies_of,
 )
 
@@ -22,12 +19,11 @@ _SAVED_TOKENS = 1024
 
 def solve_logits(facts: TextFacts) -> Said | str:
     """State the refused logits; empty if no vocabulary gives a plausible number."""
-    model, vocabularies = _vocabularies(facts)
-    shown = _read_shape(facts)
+    model = facts.model
     found = [
         (tokens, words, width)
-        for words, width in product(vocabularies, _DTYPES)
-        if (tokens := _count_tokens(facts.asked_bytes or 0, words * width, *shown)) is not None
+        for words, width in product(_list_vocabularies(facts), _DTYPES)
+        if (tokens := _count_tokens(facts, words * width)) is not None
     ]
     if len({words for _, words, _ in found}) != 1:
         return ""
@@ -46,43 +42,36 @@ def solve_logits(facts: TextFacts) -> Said | str:
 
 def count_logits(facts: TextFacts) -> Said | str:
     """State how many tokens the logits would have with each vocabulary; empty if none is known."""
-    asked, (_, vocabularies) = facts.asked_bytes, _vocabularies(facts)
+    asked, vocabularies = facts.asked_bytes, _list_vocabularies(facts)
     if not asked or not vocabularies:
         return ""
     counts = " or ".join(f"{asked // (4 * one):,} tokens of {one:,} words" for one in vocabularies)
     return facts.states("{requested_bytes} are logits in fp32 of {counts}.", counts=counts)
 
 
-def _vocabularies(facts: TextFacts) -> tuple[Model | None, tuple[int, ...]]:
-    """Return the model that the text names, and its vocabulary, else the likely ones."""
-    model = find_model(facts.whole)
+def _list_vocabularies(facts: TextFacts) -> tuple[int, ...]:
+    """Return the vocabulary that the text shows, by a number or a model, else the likely ones."""
     if given := facts.rows("vocab_size"):
-        return model, (given,)
-    if model is not None:
-        return model, (model.vocabulary,)
+        return (given,)
+    if facts.model is not None:
+        return (facts.model.vocabulary,)
     module = facts.find_call(r"modeling_\w+\.py")
-    return None, USUAL_VOCABULARIES if module is None else vocabularies_of(module.file)
+    return USUAL_VOCABULARIES if module is None else vocabularies_of(module.file)
 
 
-def _read_shape(facts: TextFacts) -> tuple[int | None, int | None]:
-    """Return the rows of a micro-batch and their length, as far as the text shows them."""
-    settings = Settings(facts)
-    return settings.rows, settings.length
-
-
-def _count_tokens(asked: int, token_bytes: int, rows: int | None, length: int | None) -> int | None:
+def _count_tokens(facts: TextFacts, token_bytes: int) -> int | None:
     """Count tokens: from the rows and the length in the text, else a round number."""
+    asked, length = facts.asked_bytes or 0, facts.settings.length
     if length is None:
         return count_units(asked, token_bytes)
-    rows = rows or max(1, round(asked / (token_bytes * length)))
+    rows = facts.settings.rows or max(1, round(asked / (token_bytes * length)))
     return match_tokens(asked, token_bytes, rows, length)
 
 
 def solve_scores(facts: TextFacts) -> Said:
     """State the length of a matrix of length x length."""
-    asked, (rows_shown, _) = facts.asked_bytes or 0, _read_shape(facts)
-    model, rows = find_model(facts.whole), rows_shown or 1
-    heads = _USUAL_HEADS if model is None else (model.heads,)
+    asked, rows = facts.asked_bytes or 0, facts.settings.rows or 1
+    heads = _USUAL_HEADS if facts.model is None else (facts.model.heads,)
     found = [
         (length, num_heads, width)
         for num_heads, width in product(heads, _DTYPES)
@@ -117,11 +106,11 @@ def solve_gradients(facts: TextFacts) -> Said | str:
 
 def solve_weights(facts: TextFacts) -> Said | str:
     """State which matrix of the text's model has this size; empty if none has."""
-    model = find_model(facts.whole)
-    kinds = {} if model is None else {"embedding, or the head": model.vocabulary}
-    kinds |= {} if model is None else {"matrix of an MLP": model.intermediate}
+    if (model := facts.model) is None:
+        return ""
+    kinds = {"embedding, or the head": model.vocabulary, "matrix of an MLP": model.intermediate}
     for (what, height), width in product(kinds.items(), _DTYPES):
-        if model and is_size_of(facts.asked_bytes or 0, height * model.hidden * width):
+        if is_size_of(facts.asked_bytes or 0, height * model.hidden * width):
             return facts.states(
                 f"{{requested_bytes}} = {{num_rows:,}} x {{num_columns:,}} x {width} bytes: one"
                 f" {what} of {model.name} in {_DTYPES[width]}.",
@@ -135,12 +124,11 @@ def solve_activations(facts: TextFacts) -> Said | str:
     """State which activations of an MLP or a norm have this size; empty if none do."""
     is_mlp = facts.find_call(r"mlp|(?:down|gate|up)_proj|act_fn|swiglu|silu|gelu", innermost=4)
     is_norm = facts.find_call(r"[Nn]orm\b", innermost=3)
-    if not (is_mlp or is_norm) or (model := find_model(facts.whole)) is None:
+    if not (is_mlp or is_norm) or (model := facts.model) is None:
         return ""
     what, columns = ("the MLP", model.intermediate) if is_mlp else ("the norm", model.hidden)
     for width in _DTYPES:
-        tokens = _count_tokens(facts.asked_bytes or 0, columns * width, *_read_shape(facts))
-        if tokens is not None:
+        if (tokens := _count_tokens(facts, columns * width)) is not None:
             return facts.states(
                 f"{{requested_bytes}} = {{num_tokens:,}} tokens x {{num_columns:,}} x {width}"
                 f" bytes: {what} of one layer of {model.name} in {_DTYPES[width]}.",

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from trainer_plugins.explain.shared import Said, say
-from trainer_plugins.explain.text.settings import Settings
 from trainer_plugins.explain.text.text_facts import TextFacts
 from trainer_plugins.explain.text.told import ASKS_NEED
 
@@ -161,7 +160,7 @@ class States(NamedTuple):
 
 def read_states(facts: TextFacts) -> States | None:
     """Read a model's size and how it is trained; None if the text names several, or no method."""
-    settings, text = Settings(facts), facts.whole.translate(_ASCII)
+    settings, text = facts.settings, facts.whole.translate(_ASCII)
     named = _BILLIONS.findall(settings.model) or sorted(set(_BILLIONS.findall(text)))
     if counted := _COUNTED.search(text):
         named = [f"{int(counted[1].replace(',', '')) / _GB:.1f}"]

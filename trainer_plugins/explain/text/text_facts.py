@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from trainer_plugins.advice.vendors import CUDA, CUDA_ON_WINDOWS, VENDORS, Vendor
@@ -12,7 +13,9 @@ from trainer_plugins.explain.shared import Said, quote, say
 from trainer_plugins.explain.text.command import find_launch
 from trainer_plugins.explain.text.excerpt import Excerpt
 from trainer_plugins.explain.text.frames import TracebackFrame, frames_around
+from trainer_plugins.explain.text.settings import Settings
 from trainer_plugins.oom import OutOfMemory
+from trainer_plugins.planner.public_models import Model, find_model
 from trainer_plugins.units import MIB
 
 NOT_AVAILABLE_BYTES = 1 << 60  # and more: NVML's value for an unknown size
@@ -66,7 +69,7 @@ class SmiCard(NamedTuple):
     total_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class TextFacts:
     """Gathers the input of the rules. All sizes are in bytes; None is unknown."""
 
@@ -264,11 +267,20 @@ class TextFacts:
         """Return the command line of the run, including its launcher."""
         return find_launch(self.whole, self.frames, self.writer)
 
-    @property
+    @cached_property
     def whole(self) -> str:
         """Return the text, starting with the failed attempt if there were several."""
         parts = (self.text, self.command) if self.is_later_attempt else (self.command, self.text)
         return "\n".join(parts)
+
+    @cached_property
+    def settings(self) -> Settings:
+        return Settings(self.whole, self.rows("per_device_train_batch_size"))
+
+    @cached_property
+    def model(self) -> Model | None:
+        """Return the public model that the text names."""
+        return find_model(self.whole)
 
     def rows(self, name: str) -> int | None:
         """Return a setting's number from the command line or a config in the text."""

@@ -9,12 +9,10 @@ from trainer_plugins.explain.answer import Cause, Certainty
 from trainer_plugins.explain.shared import cause, quote, say
 from trainer_plugins.explain.text.causes.off_card import MERGES
 from trainer_plugins.explain.text.followed import is_followed
-from trainer_plugins.explain.text.settings import Settings
 from trainer_plugins.explain.text.solved import solve_logits
 from trainer_plugins.explain.text.states import describe_need, read_states
 from trainer_plugins.explain.text.text_facts import TextFacts
 from trainer_plugins.explain.text.told import ASKS_NEED
-from trainer_plugins.planner.public_models import find_model
 from trainer_plugins.units import GIB
 
 # A shell ends a command at a comment, also between lines that a backslash joins.
@@ -114,7 +112,7 @@ def judge_size(facts: TextFacts) -> Cause | None:
 
 def embeddings(facts: TextFacts) -> Cause | None:
     """An adapter trains the embedding and the head in full, as large as they are."""
-    model, count = find_model(facts.whole), len(set(EMBEDDINGS.findall(facts.whole)))
+    model, count = facts.model, len(set(EMBEDDINGS.findall(facts.whole)))
     if facts.oom.source != "allocator" or not trains_embeddings(facts):
         return None
     each = count * (model.vocabulary * model.hidden if model else 0)
@@ -219,7 +217,7 @@ def _cause_of_pixels(who: str, pixels: int, grade: Certainty) -> Cause:
 
 def logits(facts: TextFacts) -> Cause | None:
     """The size that was refused, or the settings alone, make logits of a good part of a card."""
-    settings, model = Settings(facts), find_model(facts.whole)
+    settings, model = facts.settings, facts.model
     if facts.frames or model is None or facts.oom.source != "allocator":
         return None
     if is_followed(advice.LIGER, facts):
@@ -248,11 +246,11 @@ def logits(facts: TextFacts) -> Cause | None:
 
 def outlier(facts: TextFacts) -> Cause | None:
     """The logits that were refused are of a sample that is longer than the limit."""
-    model, length, asked = find_model(facts.whole), Settings(facts).length, facts.asked_bytes
+    model, length, asked = facts.model, facts.settings.length, facts.asked_bytes
     if facts.frames or model is None or length is None or asked is None:
         return None
     tokens = asked // (4 * model.vocabulary)
-    if tokens < _OUTLIER * length * (Settings(facts).rows or 1):
+    if tokens < _OUTLIER * length * (facts.settings.rows or 1):
         return None
     return cause(
         "long-sample",

@@ -8,7 +8,6 @@ from trainer_plugins.explain.answer import Cause
 from trainer_plugins.explain.shared import Said, are_alike, cause, quote, say
 from trainer_plugins.explain.text.causes.numbers import is_held_by_others, is_held_outside_torch
 from trainer_plugins.explain.text.followed import is_followed
-from trainer_plugins.explain.text.settings import Settings
 from trainer_plugins.explain.text.text_facts import SmiProcess, TextFacts
 from trainer_plugins.units import size
 
@@ -173,7 +172,7 @@ def judge_share(facts: TextFacts) -> Cause | None:
     is_else = facts.says(rf"{_OF_ITS_OWN}|{_OFF}") or is_followed(
         advice.SMALLER_ENGINE_SHARE, facts
     )
-    is_else = is_else or (Settings(facts).rows or 0) >= _MANY_ROWS
+    is_else = is_else or (facts.settings.rows or 0) >= _MANY_ROWS
     if facts.frames or facts.asked_bytes or is_else or not found:
         return None
     return cause(

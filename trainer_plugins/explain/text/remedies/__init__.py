@@ -22,7 +22,6 @@ from trainer_plugins.explain.text.remedies.less_states import (
     list_too_weak,
     shrink_states,
 )
-from trainer_plugins.explain.text.settings import Settings
 from trainer_plugins.explain.text.states import copies_weights, read_states
 from trainer_plugins.explain.text.text_facts import TextFacts
 from trainer_plugins.explain.text.told import ASKS_NEED
@@ -59,10 +58,10 @@ _LEADS: tuple[tuple[str, Advice, Callable[[TextFacts], object]], ...] = (
         "long-sample",
         advice.OBSERVE,
         lambda facts: (
-            not (facts.asked_bytes or facts.progress) and Settings(facts).rows in (None, 1)
+            not (facts.asked_bytes or facts.progress) and facts.settings.rows in (None, 1)
         ),
     ),
-    ("long-sample", advice.SHORTER_ROWS, lambda facts: Settings(facts).rows == 1),
+    ("long-sample", advice.SHORTER_ROWS, lambda facts: facts.settings.rows == 1),
     ("host-kill", advice.SAVE_ONLY_MODEL, applies.SAVES_BESIDE_RANKS),
     ("host-kill", advice.SAVE_THE_ADAPTER, lambda facts: facts.says(off_card.MERGES)),
     ("host-kill", advice.LIGHTER_SAMPLES, lambda facts: facts.says(applies.LONG_SAMPLES)),
@@ -120,7 +119,7 @@ def _order(code: str, facts: TextFacts) -> tuple[Advice, ...]:
         return (first, *(each for each in order if each is not first))
     if code != "capacity":
         return order
-    rows = Settings(facts).rows
+    rows = facts.settings.rows
     if facts.has_tried_one_row or rows == 1:
         return (*ONE_ROW, advice.FOUR_BITS)
     states = read_states(facts)

@@ -12,7 +12,6 @@ from trainer_plugins.explain.text.followed import is_followed
 from trainer_plugins.explain.text.frameworks import spell_for
 from trainer_plugins.explain.text.remedies import engine
 from trainer_plugins.explain.text.remedies.filled import shows_trainer, uses_trainer
-from trainer_plugins.explain.text.settings import Settings
 from trainer_plugins.explain.text.states import IN_4_BITS
 from trainer_plugins.explain.text.text_facts import TextFacts
 
@@ -116,7 +115,7 @@ APPLIES: Mapping[Advice, Test] = {
         uses_trainer(facts)
         and not SURVIVAL_REFUSED.search(facts.whole)
         # One row is not divided, and it turns on what is on.
-        and not (Settings(facts).rows == 1 and is_followed(advice.CHECKPOINTING, facts))
+        and not (facts.settings.rows == 1 and is_followed(advice.CHECKPOINTING, facts))
     ),
     advice.FEWER_FRAMES: lambda facts: facts.says(SEES_VIDEOS) or FRAMES.search(facts.whole),
     advice.CHECKPOINTING: _none_of(

@@ -14,7 +14,7 @@ from trainer_plugins.explain.text.causes.arithmetic import FITS_WITHOUT, FRAMES
 from trainer_plugins.explain.text.causes.others import list_strangers
 from trainer_plugins.explain.text.remedies import engine
 from trainer_plugins.explain.text.remedies.plan_command import plan_command
-from trainer_plugins.explain.text.settings import LENGTH, ROWS, STEPS, TOKENS, Settings
+from trainer_plugins.explain.text.settings import LENGTH, ROWS, STEPS, TOKENS
 from trainer_plugins.explain.text.text_facts import TextFacts
 from trainer_plugins.units import GIB, size
 
@@ -58,7 +58,7 @@ def shows_trainer(facts: TextFacts) -> bool:
 
 
 def _smaller_micro_batch(one: Advice, facts: TextFacts) -> Remedy | None:
-    settings = Settings(facts)
+    settings = facts.settings
     rows, steps = settings.rows, int(settings.value(STEPS, r"\d{1,6}") or facts.rows(_STEPS) or 1)
     if rows == 1 or facts.has_tried_one_row:
         return None
@@ -103,7 +103,7 @@ def _plan(one: Advice, facts: TextFacts) -> Remedy:
 
 
 def _fewer_generations(one: Advice, facts: TextFacts) -> Remedy | None:
-    number = int(Settings(facts).value("num_generations", r"\d{1,3}") or 0)
+    number = int(facts.settings.value("num_generations", r"\d{1,3}") or 0)
     return remedy(one, Door.TRL, generations=number // 2) if number >= _FEW_GENERATIONS else None
 
 
@@ -127,7 +127,7 @@ def _add_request(one: Advice, facts: TextFacts) -> Remedy:
 
 
 def _shorter_rows(one: Advice, facts: TextFacts) -> Remedy:
-    settings = Settings(facts)
+    settings = facts.settings
     effect, asked = one.effect, facts.asked_bytes
     is_table = facts.find_call(r"attn|attention|softmax|matmul|bmm", innermost=3) is not None
     if asked and is_table:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from trainer_plugins import checkpointing
 from trainer_plugins.explain.text.frameworks import find_framework
-from trainer_plugins.explain.text.settings import DTYPES, ROWS, Settings
+from trainer_plugins.explain.text.settings import DTYPES, ROWS
 from trainer_plugins.explain.text.states import read_states
 from trainer_plugins.explain.text.text_facts import TextFacts
 from trainer_plugins.printable import printable
@@ -43,7 +43,7 @@ def plan_command(facts: TextFacts) -> tuple[str, list[str]]:
 
 def list_words(facts: TextFacts) -> tuple[list[str], list[str]]:
     """List the options of `plan`, and the blanks among them that the text does not fill."""
-    words = [*_words(facts, Settings(facts))]
+    words = [*_words(facts)]
     return words, [word for word in words if word in _LEFT_OPEN]
 
 
@@ -56,7 +56,8 @@ def shows_run(facts: TextFacts) -> bool:
     return is_known and not find_framework(facts) and not facts.says(_ANOTHER_RUN)
 
 
-def _words(facts: TextFacts, read: Settings) -> Iterator[str]:
+def _words(facts: TextFacts) -> Iterator[str]:
+    read = facts.settings
     yield from ("--model", read.model or "MODEL")
     states = read_states(facts)
     if card_bytes := facts.total_bytes or (states and states.card_bytes):
@@ -72,7 +73,7 @@ def _words(facts: TextFacts, read: Settings) -> Iterator[str]:
     yield from ("--seq-length", str(read.length or "LENGTH"))
     if dtype := read.dtype:
         yield from ("--dtype", dtype)
-    yield from _adapter(facts, read)
+    yield from _adapter(facts)
     yield from ("--per_device_train_batch_size", str(read.rows or "ROWS"))
     precision = read.value("mixed_precision", "bf16|fp16")  # accelerate's computation dtype
     for name in DECIDING:
@@ -83,7 +84,8 @@ def _words(facts: TextFacts, read: Settings) -> Iterator[str]:
             yield from (f"--{name}", value)
 
 
-def _adapter(facts: TextFacts, read: Settings) -> Iterator[str]:
+def _adapter(facts: TextFacts) -> Iterator[str]:
+    read = facts.settings
     bits = read.value(_BITS, "[48]")
     is_called = facts.find_call("matmul_4bit|MatMul4Bit|Linear4bit")
     if bits == "4" or is_called or read.is_on("load_in_4bit|use_4bit"):
