@@ -21,7 +21,6 @@ from trainer_plugins.devices import GpuProcess, HostFacts
 from trainer_plugins.explain.answer import Explanation
 from trainer_plugins.explain.judges import causes_of
 from trainer_plugins.explain.run.case import Case
-from trainer_plugins.explain.run.explained import numbers_of
 from trainer_plugins.explain.run.fill_facts import facts_of
 from trainer_plugins.explain.run.remedies import remedies_of
 from trainer_plugins.explain.snapshot import explain_snapshot
@@ -154,7 +153,7 @@ RECORDS = {
 
 def records() -> Iterator[Said]:
     for name, each in RECORDS.items():
-        causes = causes_of(facts_of(Case(each), numbers_of(Case(each))))
+        causes = causes_of(facts_of(Case(each)))
         code, _, _ = name.partition(" of ")[0].partition(",")
         assert causes[0].code == code, (name, causes)
         found = tuple(one.do for one in remedies_of(causes, Case(each)) if one.cause == code)

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, NamedTuple, TypedDict
+from typing import ClassVar, Literal, NamedTuple
 
 from trainer_plugins.advice.entry import flags_in
 from trainer_plugins.record.shown import Frame, Process
@@ -86,19 +86,6 @@ class Numbers:
     allocations: tuple[Allocation, ...] = ()  # the ten largest
     frames: tuple[Frame, ...] = ()  # of the request, the innermost first
     processes: tuple[Process, ...] = ()  # on the card, as far as they are listed
-
-
-class Stated(TypedDict):
-    """Holds those of `Numbers` that an error or a reading states, for sentences on it."""
-
-    requested_bytes: int | None
-    capacity_bytes: int | None
-    limit_bytes: int | None
-    free_bytes: int | None
-    allocated_bytes: int | None
-    reserved_bytes: int | None
-    unused_bytes: int | None
-    others_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

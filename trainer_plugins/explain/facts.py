@@ -1,7 +1,6 @@
 """OomFacts: what a record or a snapshot shows about one out-of-memory error, for the judges."""
 
 from dataclasses import dataclass
-from string import Formatter
 
 from trainer_plugins.explain.answer import Cause, Certainty, Numbers
 from trainer_plugins.explain.shared import Said, cause, say
@@ -76,13 +75,8 @@ class OomFacts:
 
     def says(self, words: str) -> Said | str:
         """Build a sentence from these facts and numbers; empty if one of them is unknown."""
-        if not words:
-            return ""
-        names = [name for _, name, _, _ in Formatter().parse(words) if name]
-        values = {
-            name: getattr(self if hasattr(self, name) else self.numbers, name) for name in names
-        }
-        return "" if any(value in (None, "") for value in values.values()) else say(words, **values)
+        said = say(words, self, self.numbers)
+        return said if words and not {None, ""} & {*said.values.values()} else ""
 
     def cause(
         self,

@@ -154,21 +154,16 @@ def _leak(facts: OomFacts) -> Cause | None:
 
 
 def _fragmentation(facts: OomFacts) -> Cause | None:
-    numbers = facts.numbers
-    asked, free, unused = (
-        each or 0 for each in (numbers.requested_bytes, numbers.free_bytes, numbers.unused_bytes)
-    )
-    total, helps = numbers.capacity_bytes or 0, facts.setting_that_helps
+    numbers, helps, missing = facts.numbers, facts.setting_that_helps, facts.missing_bytes
     # A leak leaves gaps too, which a snapshot tells apart.
-    missing = facts.missing_bytes
-    if facts.leaked_bytes or (missing or 0) > 0:
+    is_else = facts.leaked_bytes or (missing or 0) > 0
+    if is_else or not (helps or is_in_pieces(numbers)):
         return None
-    if not helps and not is_in_pieces(asked, unused, free, total):
-        return None
-    peak = facts.highest_peak_bytes or 0
-    fitted_before = (numbers.allocated_bytes or 0) + asked <= peak
+    needed = (numbers.allocated_bytes or 0) + (numbers.requested_bytes or 0)
+    fitted_before = needed <= (facts.highest_peak_bytes or 0)
     # If no earlier step was as large, a little fragmentation may be chance.
-    is_much = unused >= 0.1 * total or missing is not None
+    total = numbers.capacity_bytes or 0
+    is_much = (numbers.unused_bytes or 0) >= 0.1 * total or missing is not None
     return facts.cause(
         "fragmentation",
         "{requested_bytes} were asked for in one piece; {unused_bytes} lay unused in the"

@@ -89,8 +89,13 @@ class Said(NamedTuple):
                 yield Figure(name=name, value=value, shown_by="text", sentence=sentence)
 
 
-def say(words: str, **values: int | float | str | None) -> Said:
-    """Build a sentence from words and from numbers, whose names carry the unit."""
+def say(words: str, *sources: object, **values: int | float | str | None) -> Said:
+    """Build a sentence from words and from numbers, whose names carry the unit.
+
+    A name that is no keyword is an attribute of the first of the sources that has it.
+    """
+    for name in {name for _, name, _, _ in Formatter().parse(words) if name} - values.keys():
+        values[name] = getattr(next((one for one in sources if hasattr(one, name)), None), name)
     return Said(words, values)
 
 
@@ -174,10 +179,13 @@ def add_numbers(
     return tuple(found)
 
 
-def is_in_pieces(asked: int, unused: int, free: int, total: int) -> bool:
+def is_in_pieces(numbers: Numbers) -> bool:
     """Return whether the unused reserved memory was enough, but fragmented."""
-    is_worth_it = unused >= asked / 2 and unused >= FRAGMENTED_FRACTION * total
-    return 0 < asked <= unused + free and is_worth_it
+    asked, unused, free = (
+        each or 0 for each in (numbers.requested_bytes, numbers.unused_bytes, numbers.free_bytes)
+    )
+    least = max(asked / 2, FRAGMENTED_FRACTION * (numbers.capacity_bytes or 0))
+    return 0 < asked <= unused + free and unused >= least
 
 
 def are_alike(own: int, others: Sequence[int]) -> bool:

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from trainer_plugins import advice
 from trainer_plugins.advice import Door
-from trainer_plugins.explain.answer import ShownBy, Stated
+from trainer_plugins.explain.answer import Allocation, Numbers, ShownBy
 from trainer_plugins.explain.text.excerpt import Excerpt, LogLine
 from trainer_plugins.explain.text.text_facts import TextFacts, gather
 from trainer_plugins.oom import OutOfMemory
@@ -30,7 +30,7 @@ _NOT_COUNTED = Alive(category_bytes={}, hidden_bytes=0, module_bytes={}, models=
 
 # The sources of numbers that the error does not state; all others come from the live tensors.
 _SHOWN_BY: Mapping[str, ShownBy] = {
-    "foreign_bytes": "reading",
+    **dict.fromkeys(("foreign_bytes", "others_bytes"), "reading"),
     **dict.fromkeys(("num_rows", "num_tokens"), "batch"),
     **dict.fromkeys(("num_heads", "num_words", "logits_bytes"), "config"),
     "num_eval_rows": "arguments",
@@ -91,19 +91,41 @@ class Case:
         """Return the memory neither free nor torch's: context, libraries, other processes."""
         return max(0, self.total_bytes - self.free_bytes - self.live_bytes - self.unused_bytes)
 
-    @property
-    def stated(self) -> Stated:
-        """Return the numbers of the error, and of the reading after it; None is unknown."""
-        return {
-            **self.text.stated,
-            "others_bytes": self.outside_bytes if self.total_bytes else None,
-        }
+    @cached_property
+    def numbers(self) -> Numbers:
+        """Return the numbers of the error and of the reading after it."""
+        record, reading = self.record, self.record.reading
+        index = record.run.device.rpartition(":")[2]
+        return replace(
+            self.text.numbers,
+            others_bytes=self.outside_bytes if self.total_bytes else None,
+            rank=record.rank,
+            card=int(index) if index.isdecimal() else record.error.device,
+            card_name=record.run.card,
+            call=record.call,
+            moment=record.moment,
+            part=record.part,
+            step=record.step,
+            peak_allocated_bytes=None if reading is None else reading.peak_allocated_bytes,
+            categories={} if record.alive is None else record.alive.all_bytes,
+            allocations=tuple(
+                Allocation(
+                    num_bytes=each.num_bytes,
+                    requested_bytes=each.num_bytes,
+                    place=each.holder,
+                    shape=each.shape,
+                )
+                for each in self.alive.largest[:10]
+            ),
+            frames=record.frames[::-1],
+            processes=record.processes or (),
+        )
 
     def find_source(self, name: str) -> ShownBy:
         """Return the record's source of a number in the evidence."""
-        if name in self.stated:
-            name = "total_bytes" if name == "capacity_bytes" else name
-            return "reading" if getattr(self.record.error, name, None) is None else "message"
+        name = "total_bytes" if name == "capacity_bytes" else name
+        if hasattr(self.record.error, name):
+            return "reading" if getattr(self.record.error, name) is None else "message"
         if name == "foreign_bytes" and any(each.is_own for each in self.record.processes or ()):
             return "processes"
         return _SHOWN_BY.get(name, "live tensors")

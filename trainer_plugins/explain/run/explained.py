@@ -9,7 +9,7 @@ from pathlib import Path
 from trainer_plugins import advice
 from trainer_plugins.advice import Door
 from trainer_plugins.advice.entry import flags_in, write_overrides
-from trainer_plugins.explain.answer import Allocation, Cause, Explanation, Numbers, Remedy
+from trainer_plugins.explain.answer import Cause, Explanation, Numbers, Remedy
 from trainer_plugins.explain.judges import causes_of
 from trainer_plugins.explain.run.case import Case
 from trainer_plugins.explain.run.ending import judge_ending
@@ -89,8 +89,7 @@ def _explain(
 ) -> Explanation:
     first = records[0]
     case = Case(first, _entries(history, first))
-    numbers = numbers_of(case)
-    causes = causes_of(facts_of(case, numbers))
+    causes = causes_of(facts_of(case))
     by_words = judge_words(case) if causes[0].code == "capacity" else ()
     causes = (*by_words, *causes)
     helps = (*of_text.remedies_of(by_words, case.text), *remedies_of(causes, case))
@@ -98,11 +97,11 @@ def _explain(
     later = [f"{len(begun_later)} later run(s) in this folder left no such record"]
     found = Explanation(
         subject=printable(folder),
-        causes=add_numbers(causes, numbers, case.find_source),
+        causes=add_numbers(causes, case.numbers, case.find_source),
         remedies=tuple(remedies.values()),
         facts=(*_facts(case), *_ranks(records, history), *(later if begun_later else ())),
         unknown=_unknown(case),
-        numbers=numbers,
+        numbers=case.numbers,
     )
     if predicts:
         from trainer_plugins.explain.run.predicted import predict_remedies
@@ -132,36 +131,6 @@ def _entries(history: History | None, record: OomRecord) -> Sequence[Entry]:
         if entries and entries[0].time_seconds <= record.time_seconds + _SLACK_SECONDS:
             return entries
     return ()
-
-
-def numbers_of(case: Case) -> Numbers:
-    """Return the numbers of the error and of the reading after it."""
-    record = case.record
-    reading = record.reading
-    index = record.run.device.rpartition(":")[2]
-    return Numbers(
-        rank=record.rank,
-        card=int(index) if index.isdecimal() else record.error.device,
-        card_name=record.run.card,
-        call=record.call,
-        moment=record.moment,
-        part=record.part,
-        step=record.step,
-        **case.stated,
-        peak_allocated_bytes=None if reading is None else reading.peak_allocated_bytes,
-        categories={} if record.alive is None else record.alive.all_bytes,
-        allocations=tuple(
-            Allocation(
-                num_bytes=each.num_bytes,
-                requested_bytes=each.num_bytes,
-                place=each.holder,
-                shape=each.shape,
-            )
-            for each in case.alive.largest[:10]
-        ),
-        frames=record.frames[::-1],
-        processes=record.processes or (),
-    )
 
 
 def _facts(case: Case) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 from itertools import pairwise
 
-from trainer_plugins.explain.answer import Cause, Numbers
+from trainer_plugins.explain.answer import Cause
 from trainer_plugins.explain.facts import OomFacts
 from trainer_plugins.explain.run.case import WARM_UP_STEPS, Case
 from trainer_plugins.explain.shared import are_alike, insert_sentence
@@ -28,24 +28,22 @@ def judge_words(case: Case) -> tuple[Cause, ...]:
     return tuple(each for each in found if each.code in _BY_WORDS_ALONE)
 
 
-def facts_of(case: Case, stated: Numbers) -> OomFacts:
+def facts_of(case: Case) -> OomFacts:
     """Read the facts of a record, and of the steps before it."""
-    tokens = case.tokens or (None, None)
+    tokens, frames = case.tokens or (None, None), case.record.frames
     facts = OomFacts(
-        numbers=stated,
+        numbers=case.numbers,
         error=_judge_error(case),
         where=case.record.where,
         moment=_name_moment(case),
         part=_name_part(case),
+        place="{0.function} ({0.file}, line {0.line})".format(frames[-1]) if frames else None,
         num_rows=tokens[0],
         num_tokens=tokens[1],
         num_eval_rows=case.argument("per_device_eval_batch_size", 8),
         num_earlier_steps=len(case.samples),
         highest_peak_bytes=case.highest_peak_bytes or None,
     )
-    if frames := case.record.frames:
-        last = frames[-1]
-        facts = replace(facts, place=f"{last.function} ({last.file}, line {last.line})")
     for read in (_read_tensors, _read_others, _read_steps, _read_shapes):
         facts = read(facts, case)
     return facts

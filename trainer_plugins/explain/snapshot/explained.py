@@ -56,10 +56,8 @@ def _judge(case: SnapshotCase, tries: Tries, numbers: Numbers) -> tuple[Cause, .
     asked = say(
         "{place} asked for {requested_bytes}; the card had {free_bytes} left, and this"
         " process held {reserved_bytes}",
-        requested_bytes=case.oom.num_bytes,
-        place=case.request.place,
-        free_bytes=case.oom.left_bytes,
-        reserved_bytes=case.reserved_bytes,
+        facts,
+        numbers,
     )
     first, *others = (facts.error,) if facts.error is not None else causes_of(facts, FIRST)
     return (insert_sentence(first, asked, at=0), *others)

@@ -6,7 +6,7 @@ from itertools import product
 
 from trainer_plugins import advice
 from trainer_plugins.advice.for_causes import CACHE_FLUSHES
-from trainer_plugins.explain.answer import Explanation, Numbers
+from trainer_plugins.explain.answer import Explanation
 from trainer_plugins.explain.shared import add_numbers, cause, quote
 from trainer_plugins.explain.text.causes import arithmetic, causes_of, others
 from trainer_plugins.explain.text.causes.numbers import is_fragmented
@@ -23,7 +23,6 @@ from trainer_plugins.explain.text.told import (
 )
 from trainer_plugins.oom import OutOfMemory
 from trainer_plugins.oom.rules import KILLED_FROM_OUTSIDE
-from trainer_plugins.record.shown import Process
 from trainer_plugins.units import size
 
 # Words of a run that was asked to end. A launcher that ends the others writes "closing signal".
@@ -119,14 +118,13 @@ def explain_excerpt(excerpt: Excerpt, subject: str, predicts: bool = False) -> E
         return _explain_without_oom(excerpt, subject)
     facts = gather(excerpt, excerpt.oom)
     causes = causes_of(facts)
-    numbers = _numbers(facts)
     found = Explanation(
         subject=subject,
-        causes=add_numbers(causes, numbers, lambda _: "text"),
+        causes=add_numbers(causes, facts.numbers, lambda _: "text"),
         remedies=remedies_of(causes, facts),
-        facts=_list_known(facts, numbers),
+        facts=_list_known(facts),
         unknown=(*_unknown(facts), *_name_unread(excerpt)),
-        numbers=numbers,
+        numbers=facts.numbers,
     )
     if not (predicts and shows_run(facts)):
         return found
@@ -189,20 +187,8 @@ def _name_unread(excerpt: Excerpt) -> tuple[str, ...]:
     return (f"{where}; give only the part with the error if it is there",)
 
 
-def _numbers(facts: TextFacts) -> Numbers:
-    return Numbers(
-        rank=int(facts.writer) if facts.writer.isdecimal() else None,
-        card=facts.oom.device,
-        **facts.stated,
-        frames=facts.frames[::-1],
-        processes=tuple(
-            Process(pid=pid, used_bytes=used, name=None, is_own=False)
-            for pid, used in facts.neighbours
-        ),
-    )
-
-
-def _list_known(facts: TextFacts, numbers: Numbers) -> tuple[str, ...]:
+def _list_known(facts: TextFacts) -> tuple[str, ...]:
+    numbers = facts.numbers
     names = {
         "asked for": numbers.requested_bytes,
         "card": numbers.capacity_bytes,

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from trainer_plugins.advice.vendors import CUDA, CUDA_ON_WINDOWS, VENDORS, Vendor
-from trainer_plugins.explain.answer import Cause, Stated
+from trainer_plugins.explain.answer import Cause, Numbers
 from trainer_plugins.explain.progress import read_progress
 from trainer_plugins.explain.shared import Said, quote, say
 from trainer_plugins.explain.text.command import find_launch
@@ -16,6 +16,7 @@ from trainer_plugins.explain.text.frames import TracebackFrame, frames_around
 from trainer_plugins.explain.text.settings import Settings
 from trainer_plugins.oom import OutOfMemory
 from trainer_plugins.planner.public_models import Model, find_model
+from trainer_plugins.record.shown import Process
 from trainer_plugins.units import MIB
 
 NOT_AVAILABLE_BYTES = 1 << 60  # and more: NVML's value for an unknown size
@@ -109,26 +110,33 @@ class TextFacts:
             return max(0, reserved - live)
         return unused
 
-    @property
-    def stated(self) -> Stated:
+    @cached_property
+    def numbers(self) -> Numbers:
         """Return the numbers of the message."""
         reserved = self.oom.reserved_bytes
         if reserved is None and self.live_bytes is not None and self.unused_bytes is not None:
             reserved = self.live_bytes + self.unused_bytes
-        return {
-            "requested_bytes": self.asked_bytes,
-            "capacity_bytes": self.total_bytes,
-            "limit_bytes": self.oom.limit_bytes,
-            "free_bytes": self.free_bytes,
-            "allocated_bytes": self.live_bytes,
-            "reserved_bytes": reserved,
-            "unused_bytes": self.unused_bytes,
-            "others_bytes": self.others_bytes,
-        }
+        return Numbers(
+            rank=int(self.writer) if self.writer.isdecimal() else None,
+            card=self.oom.device,
+            requested_bytes=self.asked_bytes,
+            capacity_bytes=self.total_bytes,
+            limit_bytes=self.oom.limit_bytes,
+            free_bytes=self.free_bytes,
+            allocated_bytes=self.live_bytes,
+            reserved_bytes=reserved,
+            unused_bytes=self.unused_bytes,
+            others_bytes=self.others_bytes,
+            frames=self.frames[::-1],
+            processes=tuple(
+                Process(pid=pid, used_bytes=used, name=None, is_own=False)
+                for pid, used in self.neighbours
+            ),
+        )
 
     def states(self, words: str, **more: int | float | str | None) -> Said:
-        """Build a sentence from the message's numbers, and from `more`."""
-        return say(words, **self.stated, **more)
+        """Build a sentence from these facts, the message's numbers, and `more`."""
+        return say(words, self, self.numbers, **more)
 
     @property
     def words(self) -> str:
@@ -195,17 +203,12 @@ class TextFacts:
 
     def find_sentence(self, pattern: str) -> str:
         """Return a person's sentence about memory or an end, with these words; empty if none."""
-        found = (one for one in self._sentences if re.search(rf"(?i:{pattern})", one))
-        return next(found, "")
-
-    @property
-    def _sentences(self) -> list[str]:
-        return [
-            one
-            for line in self.text.splitlines()
-            for one in re.split(r"(?<=[.!?;]) |(?<=[。\uff01\uff1f])", line)
-            if _SPEAKS(one) and not _NO_SENTENCE.search(one)
-        ]
+        for line in self.text.splitlines():
+            for one in re.split(r"(?<=[.!?;]) |(?<=[。\uff01\uff1f])", line):
+                is_spoken = _SPEAKS(one) and not _NO_SENTENCE.search(one)
+                if is_spoken and re.search(rf"(?i:{pattern})", one):
+                    return one
+        return ""
 
     def says(self, pattern: str) -> re.Match[str] | None:
         """Find words anywhere in the text, including the head of the log."""

@@ -203,11 +203,8 @@ def pieces_beside_others(facts: TextFacts) -> Cause | None:
 
 def is_fragmented(facts: TextFacts) -> bool:
     """Return whether the unused reserved memory was large enough to matter here."""
-    asked, unused, total = facts.asked_bytes, facts.unused_bytes, facts.total_bytes
-    free = facts.free_bytes or 0
-    if asked is None or unused is None or total is None:
-        return False
-    return asked >= free and is_in_pieces(asked, unused, free, total)
+    is_full = (facts.asked_bytes or 0) >= (facts.free_bytes or 0)
+    return is_full and facts.total_bytes is not None and is_in_pieces(facts.numbers)
 
 
 def wrong_shape(facts: TextFacts) -> Cause | None:

@@ -136,16 +136,16 @@ def engine_share(facts: TextFacts) -> Cause | None:
             " `nvidia-smi` before and during the rollout does",
         )
     warming = re.search(_WARMS_UP, facts.oom.text)
-    if facts.find_call(r"load_weights|create_weights|initialize_model|get_model\b") and not warming:
-        return None
-    if not warming and not engine and not (_is_crowded(facts) and facts.says(ENGINE)):
-        return None
     if warming:
         why = "The engine reports that it ran out of memory during warm-up."
+    elif facts.find_call(r"load_weights|create_weights|initialize_model|get_model\b"):
+        return None
     elif engine:
         why = f"It failed in {inside or facts.writer or 'vLLM, as the words show'}."
-    else:
+    elif _is_crowded(facts) and facts.says(ENGINE):
         why = "The text mentions vLLM or SGLang on the same card."
+    else:
+        return None
     return cause(
         "engine-share",
         sum_of(facts) if facts.others_bytes is not None else "",
@@ -251,8 +251,7 @@ def sum_of(facts: TextFacts) -> Said:
     """Attribute the card's memory to processes."""
     return facts.states(
         "Of the {capacity_bytes} card, you hold {own_bytes} and {free_bytes} are free, so"
-        " others hold {others_bytes}. You asked for {requested_bytes}.",
-        own_bytes=facts.own_bytes,
+        " others hold {others_bytes}. You asked for {requested_bytes}."
     )
 
 
@@ -376,7 +375,7 @@ def judge_catch(facts: TextFacts) -> Cause | None:
         return None
     return cause(
         "leak",
-        say("{num_skipped} lines report a skipped batch.", num_skipped=facts.num_skipped),
+        facts.states("{num_skipped} lines report a skipped batch."),
         summary="the script catches the OOM and keeps its tensors",
         doubt="The text does not show whether each failure has its own cause: print"
         " torch.cuda.memory_allocated() after each skipped batch; it should fall back",
