@@ -9,7 +9,7 @@ from trainer_plugins.advice.entry import flags_in
 from trainer_plugins.drycuda.predict import predict_all
 from trainer_plugins.explain.answer import Explanation, Remedy
 from trainer_plugins.explain.run.case import Case
-from trainer_plugins.explain.text.predicted import OF_TRAINING, announce_plans
+from trainer_plugins.explain.text.predicted import OF_TRAINING, announce_plans, leave_effects_open
 from trainer_plugins.explain.text.remedies.plan_command import DECIDING
 from trainer_plugins.planner.cards import Card
 from trainer_plugins.planner.compare.switches import change_flags, half_as_long, source_of
@@ -57,13 +57,14 @@ def predict_remedies(said: Explanation, case: Case) -> Explanation:
         asked = request_of(case)
         changed = {each.do: _change(asked, each.do) for each in ours}
         tried = {do: request for do, request in changed.items() if request is not None}
-        plan, *others = _plan_all(code, [replace(asked, proposes=True), *tried.values()])
+        announce_plans(code)
+        requests = [replace(asked, proposes=True), *tried.values()]
+        plan, *others = predict_all(requests, _LONGEST_SECONDS)
         if isinstance(plan, PlanError):
             raise plan
         _refuse_another_run(plan, case)
-    except (ValueError, OSError) as error:  # the cause is known even without a plan
-        why = f"the effect of the remedies: {printable(error)}"
-        return replace(said, unknown=(*said.unknown, why))
+    except (ValueError, OSError, KeyboardInterrupt) as error:
+        return leave_effects_open(said, error)
     outcomes: Outcomes = dict(zip(tried, others, strict=True))
     found = _order(ours, plan, outcomes, case.record.run)
     remedies = [replace(each, cause=code) for each in found]
@@ -92,14 +93,6 @@ def _change(asked: PlanRequest, do: str) -> PlanRequest | None:
     if not flags or flags.keys() <= _SOUGHT:
         return None
     return half_as_long(asked) if "max_length" in flags else change_flags(asked, **flags)
-
-
-def _plan_all(code: str, requests: Sequence[PlanRequest]) -> list[MemoryPlan | PlanError]:
-    announce_plans(code)
-    try:
-        return predict_all(requests, _LONGEST_SECONDS)
-    except KeyboardInterrupt:
-        raise PlanError("it was interrupted") from None
 
 
 def _refuse_another_run(plan: MemoryPlan, case: Case) -> None:
@@ -160,16 +153,6 @@ def _make_remedy(each: Proposal, plan: MemoryPlan, run: RunFacts) -> Remedy:
     return replace(made, effect=f"{made.effect}; the effective batch size stays {rows}")
 
 
-def _add_peak(remedy: Remedy, plan: MemoryPlan, peak_bytes: int) -> Remedy:
-    return replace(
-        remedy,
-        effect=_effect(plan, peak_bytes),
-        grade="predicted",
-        predicted_peak_bytes=peak_bytes,
-        spare_bytes=(plan.capacity_bytes or 0) - peak_bytes,
-    )
-
-
 def _spell(each: Proposal, run: RunFacts) -> str:
     if "model_init_kwargs" not in run.arguments:  # all TRL configs have it
         return each.in_the_run or each.flags
@@ -180,7 +163,7 @@ def _spell(each: Proposal, run: RunFacts) -> str:
     return " ".join(f"--{name} {value}" for name, value in flags.items()) or do
 
 
-def _effect(plan: MemoryPlan, peak_bytes: int) -> str:
+def _add_peak(remedy: Remedy, plan: MemoryPlan, peak_bytes: int) -> Remedy:
     saved = plan.needed_bytes - peak_bytes
     change = f"{size(saved)} less" if saved >= 0 else f"{size(-saved)} more"
     spare = (plan.capacity_bytes or 0) - peak_bytes
@@ -190,7 +173,9 @@ def _effect(plan: MemoryPlan, peak_bytes: int) -> str:
         fits = "it fits, but the margin is below the planner's known error"
     else:
         fits = f"it fits, with {size(spare)} to spare"
-    return f"peaks at {_needs(plan, peak_bytes)}, {change}: {fits}"
+    effect = f"peaks at {_needs(plan, peak_bytes)}, {change}: {fits}"
+    known = replace(remedy, effect=effect, grade="predicted", spare_bytes=spare)
+    return replace(known, predicted_peak_bytes=peak_bytes)
 
 
 def _needs(plan: MemoryPlan, peak_bytes: int) -> str:

@@ -59,8 +59,7 @@ def _build(cause: str, case: Case, one: Advice) -> Remedy | None:
     batch = " and its batch," if one is advice.LOAD_INTO_MAIN_MEMORY else ""
     peak = f"{size(needed + case.outside_bytes)}{batch} of {size(case.total_bytes)}"
     effect = f"{found.effect}. With it, the run would have needed {peak}"
-    found = replace(found, grade="arithmetic", effect=effect)
-    return _add_peak(found, case, needed)
+    return _add_peak(replace(found, effect=effect), case, needed)
 
 
 def _build_if_it_applies(cause: str, case: Case, one: Advice) -> Remedy | None:
@@ -75,9 +74,12 @@ def _build_if_it_applies(cause: str, case: Case, one: Advice) -> Remedy | None:
 
 
 def _add_peak(found: Remedy, case: Case, needed: int) -> Remedy:
-    """Add the peak with a remedy, including memory outside torch."""
+    """Add the peak with a remedy, including memory outside torch, unless `needed` is 0: unknown."""
+    if not needed:
+        return found
     peak = needed + case.outside_bytes
-    return replace(found, predicted_peak_bytes=peak, spare_bytes=case.total_bytes - peak)
+    spare = case.total_bytes - peak
+    return replace(found, grade="arithmetic", predicted_peak_bytes=peak, spare_bytes=spare)
 
 
 def _rows(case: Case) -> int:
@@ -91,10 +93,10 @@ def _smaller_micro_batch(one: Advice, cause: str, case: Case) -> Remedy | None:
     smaller, needed = _rows_that_fit(case, rows, case.fixed_bytes + case.to_come_bytes)
     effect = f"{_describe_need(case, needed)}, at the same effective batch size"
     values = {"rows": smaller, "steps": steps * rows // smaller}
-    found = remedy(one, Door.TRAINER, effect, by_arithmetic=needed, **values)
+    found = remedy(one, Door.TRAINER, effect, **values)
     if (judged := case.record.run.accumulation) is not None and judged.effect is not Effect.SAME:
         found = replace(found, price=judged.price)
-    return _add_peak(found, case, needed) if needed else found
+    return _add_peak(found, case, needed)
 
 
 def _rows_that_fit(case: Case, rows: int, fixed: int) -> tuple[int, int]:
@@ -130,8 +132,7 @@ def _survive(one: Advice, cause: str, case: Case) -> Remedy | None:
         return found
     piece = f"A piece of {count_in_words(smaller, 'row')}"
     effect = f"{found.effect}. {piece} {_describe_need(case, needed)}"
-    found = replace(found, grade="arithmetic", effect=effect)
-    return _add_peak(found, case, needed)
+    return _add_peak(replace(found, effect=effect), case, needed)
 
 
 def _suggest_relaunch(one: Advice, cause: str, case: Case) -> Remedy:
@@ -141,11 +142,6 @@ def _suggest_relaunch(one: Advice, cause: str, case: Case) -> Remedy:
     elif run.world_size == 1 and run.command:
         command = shlex.join(("python", *run.command))
     return remedy(one, Door.SHELL, command=command)
-
-
-def _needs_checkpointing(case: Case) -> bool:
-    run = case.record.run
-    return not is_asked(run.arguments) and not (run.strategy and run.strategy.is_checkpointing)
 
 
 def _shorter_rows(one: Advice, cause: str, case: Case) -> Remedy:
@@ -180,8 +176,7 @@ def _smaller_eval_batch(one: Advice, cause: str, case: Case) -> Remedy | None:
         smaller, needed = _rows_that_fit(case, rows, case.fixed_bytes)
         effect = "the metrics stay the same"
     effect = f"{_describe_need(case, needed)}; {effect}"
-    found = remedy(one, Door.TRAINER, effect, by_arithmetic=needed, rows=smaller)
-    return _add_peak(found, case, needed) if needed else found
+    return _add_peak(remedy(one, Door.TRAINER, effect, rows=smaller), case, needed)
 
 
 def _shorter_answers(one: Advice, cause: str, case: Case) -> Remedy | None:
@@ -333,7 +328,12 @@ _APPLIES: Mapping[Advice, Callable[[Case], bool]] = {
     advice.PRECOMPUTED_REFERENCE: lambda case: any(
         each.holder.endswith(".ref_model") for each in case.second_models
     ),
-    advice.CHECKPOINTING: _needs_checkpointing,
+    advice.CHECKPOINTING: lambda case: (
+        not (
+            is_asked(case.record.run.arguments)
+            or (case.record.run.strategy and case.record.run.strategy.is_checkpointing)
+        )
+    ),
     advice.REDUCED_EACH_TIME: lambda case: (
         case.record.run.family == "FSDP" and keeps_whole_gradients(case.record.run.arguments)
     ),

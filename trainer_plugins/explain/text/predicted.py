@@ -53,8 +53,13 @@ def predict_remedies(said: Explanation, facts: TextFacts) -> Explanation:
         site_with_cuda()  # an explanation does not download torch
         return _predict(said, asked)
     except (ValueError, OSError, KeyboardInterrupt) as error:
-        why = printable(error) or "it was interrupted"
-        return replace(said, unknown=(*said.unknown, f"the effect of the remedies: {why}"))
+        return leave_effects_open(said, error)
+
+
+def leave_effects_open(said: Explanation, error: BaseException) -> Explanation:
+    """Say why no plan shows the effect of the remedies: the cause is known even without one."""
+    why = printable(error) or "it was interrupted"
+    return replace(said, unknown=(*said.unknown, f"the effect of the remedies: {why}"))
 
 
 def announce_plans(code: str) -> None:
