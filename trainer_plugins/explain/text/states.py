@@ -95,16 +95,14 @@ class States(NamedTuple):
     is_deepspeed: bool  # it keeps a float32 copy of all that is trained
     is_assumed: bool  # whether the text shows neither full training nor an adapter
 
-    def count_bytes(
-        self, *, stage: int | None = None, is_full: bool | None = None, moments: int = 8
-    ) -> int:
-        """Return the bytes of one card, as the run is or with another setting."""
-        stage = self.stage if stage is None else stage
-        if not (self.is_full if is_full is None else is_full):
-            divided, whole = (self.weight_bytes, 0.0) if stage == 3 else (0.0, self.weight_bytes)
+    def count_bytes(self, moments: int = 8) -> int:
+        """Return the bytes of one card, with so many for the optimizer's moments of a parameter."""
+        each = 8 + moments if self.is_full else self.weight_bytes
+        if self.is_full:
+            divided = (0, 4 + moments, 6 + moments, each)[self.stage]
         else:
-            divided = (0, 4 + moments, 6 + moments, 8 + moments)[stage]
-            whole = 8 + moments if stage == 0 else 8 + moments - divided
+            divided = each if self.stage == 3 else 0
+        whole = each - divided
         return int(self.billions * _GB * (whole + divided / self.num_ranks))
 
     @property

@@ -1,7 +1,7 @@
 """Choose remedies for each cause that a text shows, in the order of `advice.for_causes`."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
 
@@ -26,9 +26,9 @@ from trainer_plugins.explain.text.states import copies_weights, read_states
 from trainer_plugins.explain.text.text_facts import TextFacts
 from trainer_plugins.explain.text.told import ASKS_NEED
 
-_STRAW_FRACTION, _FULL_FRACTION = 0.02, 0.85
 # Which advice leads where the text shows more than the cause.
-_LEADS: tuple[tuple[str, Advice, Callable[[TextFacts], object]], ...] = (
+_LEADS: tuple[tuple[str, Advice, applies.Test], ...] = (
+    ("capacity|long-sample", advice.OBSERVE, applies.is_last_straw),
     (
         "adapter-merge",
         advice.MERGE_IN_MAIN_MEMORY,
@@ -46,14 +46,18 @@ _LEADS: tuple[tuple[str, Advice, Callable[[TextFacts], object]], ...] = (
     (
         "capacity|long-sample|logits-loss",
         advice.CHECKPOINTING,
-        lambda facts: facts.says(_NO_CHECKPOINTS),
+        applies.says(r"gradient_checkpointing[\"']?[ =:]{1,3}[Ff]alse"),
     ),
-    ("capacity", advice.LIGER, lambda facts: facts.says(_NO_LIGER)),
-    ("capacity", advice.EIGHT_BIT_ADAMW, lambda facts: facts.find_call(r"[/\\]optim[/\\]")),
-    ("save-gather|ddp-gpu0", advice.OBJECTS_IN_MAIN_MEMORY, lambda facts: facts.says(_GATHERS)),
+    (
+        "capacity",
+        advice.LIGER,
+        applies.says(r"(?i)liger(?:_kernel)?[\"'`]?(?: to|:|=)? ?[\"']?false"),
+    ),
+    ("capacity", advice.EIGHT_BIT_ADAMW, applies.is_called(r"[/\\]optim[/\\]")),
+    ("save-gather|ddp-gpu0", advice.OBJECTS_IN_MAIN_MEMORY, applies.says("all_gather_object")),
     ("save-gather", advice.SAVE_ONLY_MODEL, applies.SAVES_STATES),
     ("load-too-large|optimizer-state", advice.SHARD_THE_RUN, copies_weights),
-    ("foreign", advice.OTHER_CARD, lambda facts: facts.says(WANTED_CARD)),
+    ("foreign", advice.OTHER_CARD, applies.says(WANTED_CARD)),
     (
         "long-sample",
         advice.OBSERVE,
@@ -63,14 +67,14 @@ _LEADS: tuple[tuple[str, Advice, Callable[[TextFacts], object]], ...] = (
     ),
     ("long-sample", advice.SHORTER_ROWS, lambda facts: facts.settings.rows == 1),
     ("host-kill", advice.SAVE_ONLY_MODEL, applies.SAVES_BESIDE_RANKS),
-    ("host-kill", advice.SAVE_THE_ADAPTER, lambda facts: facts.says(off_card.MERGES)),
-    ("host-kill", advice.LIGHTER_SAMPLES, lambda facts: facts.says(applies.LONG_SAMPLES)),
-    ("host-kill", advice.FEWER_WORKERS, lambda facts: facts.says(_MANY_WORKERS)),
+    ("host-kill", advice.SAVE_THE_ADAPTER, applies.says(off_card.MERGES)),
+    ("host-kill", advice.LIGHTER_SAMPLES, applies.says(applies.LONG_SAMPLES)),
+    (
+        "host-kill",
+        advice.FEWER_WORKERS,
+        applies.says(r"dataloader_num_workers\W{1,3}(?:[2-9]\d|\d{3})"),
+    ),
 )
-_GATHERS = "all_gather_object"
-_NO_CHECKPOINTS = r"gradient_checkpointing[\"']?[ =:]{1,3}[Ff]alse"
-_NO_LIGER = r"(?i)liger(?:_kernel)?[\"'`]?(?: to|:|=)? ?[\"']?false"
-_MANY_WORKERS = r"dataloader_num_workers\W{1,3}(?:[2-9]\d|\d{3})"
 _OF_THE_TRAINER = (Door.TRAINER, Door.ARGUMENTS, Door.TRL)
 
 
@@ -80,23 +84,21 @@ def remedies_of(causes: Iterable[Cause], facts: TextFacts) -> tuple[Remedy, ...]
     for number, cause in enumerate(causes):
         offered = _offer(cause.code, facts)
         for one in offered if number == 0 else islice(offered, 1):
-            found.setdefault(one.do, one)
+            found.setdefault(one.do, replace(one, cause=cause.code))
     return tuple(replace(one, do=spell(one.do, for_any=True)) for one in found.values())
 
 
 def _offer(code: str, facts: TextFacts) -> Iterator[Remedy]:
     too_weak: set[Advice] = set()
+    states = read_states(facts)
     if code in ("host-kill", "host-limit"):
-        made = keep_on_cards(read_states(facts), facts)
-        yield from (replace(one, cause=code) for one in made)
+        yield from keep_on_cards(states, facts)
     is_of_states = code in ("optimizer-state", "load-too-large")
     # A traceback shows a place; without one, the states are the best guess at a full card.
     if is_of_states or (code == "capacity" and not facts.frames):
-        states = read_states(facts)
         too_weak = list_too_weak(states)
         if states is not None and states.may_shrink:
-            made = shrink_states(states, facts, lambda one: _applies(one, code, facts))
-            yield from (replace(one, cause=code) for one in made)
+            yield from shrink_states(states, facts, lambda one: _applies(one, code, facts))
     order = [one for one in _order(code, facts) if one not in too_weak]
     yield from choose_remedies(code, order, facts)
 
@@ -108,8 +110,6 @@ def choose_remedies(code: str, order: Iterable[Advice], facts: TextFacts) -> Ite
 
 def _order(code: str, facts: TextFacts) -> tuple[Advice, ...]:
     order = order_remedies(code, "text")
-    if code in ("capacity", "long-sample") and _is_last_straw(facts):
-        return (advice.OBSERVE, *(each for each in order if each is not advice.OBSERVE))
     if code == "capacity" and ASKS_NEED.search(facts.oom.text):
         return (advice.PLAN_THE_RUN, advice.ADAPTER, advice.FOUR_BITS)
     first = next(
@@ -129,14 +129,6 @@ def _order(code: str, facts: TextFacts) -> tuple[Advice, ...]:
     uses = facts.find_call(r"(?i)\bgenerate|pipeline|pipe\(|\binfer|\bsample|predict|no_grad")
     trains = facts.find_call(r"(?i)backward|train|optimizer|closure")
     return ONLY_RUN if uses is not None and trains is None else order
-
-
-def _is_last_straw(facts: TextFacts) -> bool:
-    """Return whether a full card refused a small request after some steps: it may be a leak."""
-    asked, live, total = facts.asked_bytes, facts.live_bytes, facts.total_bytes
-    if not facts.progress or not uses_trainer(facts) or asked is None or not live or not total:
-        return False
-    return asked <= _STRAW_FRACTION * total and live >= _FULL_FRACTION * total
 
 
 def _applies(one: Advice, code: str, facts: TextFacts) -> bool:

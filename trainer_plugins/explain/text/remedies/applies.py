@@ -16,13 +16,16 @@ from trainer_plugins.explain.text.states import IN_4_BITS
 from trainer_plugins.explain.text.text_facts import TextFacts
 
 Test = Callable[[TextFacts], object]
+_STRAW_FRACTION, _FULL_FRACTION = 0.02, 0.85
 
 
-def _is_called(pattern: str, innermost: int | None = None) -> Test:
+def is_called(pattern: str, innermost: int | None = None) -> Test:
+    """Test whether one of the innermost frames, by default of all, has these words."""
     return lambda facts: facts.find_call(pattern, innermost)
 
 
-def _says(pattern: str) -> Test:
+def says(pattern: str) -> Test:
+    """Test whether the text has these words."""
     return lambda facts: facts.says(pattern)
 
 
@@ -40,6 +43,14 @@ def _all_of(*tests: Test) -> Test:
 
 def _is_windows(facts: TextFacts) -> bool:
     return facts.is_windows or facts.is_wsl
+
+
+def is_last_straw(facts: TextFacts) -> bool:
+    """Return whether a full card refused a small request after some steps: it may be a leak."""
+    asked, live, total = facts.asked_bytes, facts.live_bytes, facts.total_bytes
+    if not facts.progress or not uses_trainer(facts) or asked is None or not live or not total:
+        return False
+    return asked <= _STRAW_FRACTION * total and live >= _FULL_FRACTION * total
 
 
 def _is_large(facts: TextFacts) -> bool:
@@ -61,54 +72,54 @@ def _loads_twice(facts: TextFacts) -> bool:
 
 LONG_SAMPLES = r"(?i)\b(?:each|every|one) (?:row|sample)\b|\d ?[MG] (?:characters|tokens)"
 _OFFLOADS = r"(?i)offload(?!\w*[\"']?[=: ]{1,3}(?:false|none|null))|cpu_adam"
-_TRIAL = _says(r"[Tt]rial ?#?\d")
-_FSDP = _any_of(_is_called("fsdp"), _says("(?i)fsdp"))
-_UNSLOTH = _any_of(_is_called("(?i)unsloth"), _says("CPU_BUFFERS"))
-_SLURM = _says(off_card.SLURM)
-_CONTAINER = _says(off_card.CONTAINER)
-_HOSTED = _says(off_card.HOSTED)
-_LOAD_BAR = _says(off_card.LOAD_BAR)
-_MERGES = _says(off_card.MERGES)
-_SAVE_LINE = _says(off_card.SAVE_LINE)
-_ZERO3 = _says("(?i)zero_?-?3")
+_TRIAL = says(r"[Tt]rial ?#?\d")
+_FSDP = _any_of(is_called("fsdp"), says("(?i)fsdp"))
+_UNSLOTH = _any_of(is_called("(?i)unsloth"), says("CPU_BUFFERS"))
+_SLURM = says(off_card.SLURM)
+_CONTAINER = says(off_card.CONTAINER)
+_HOSTED = says(off_card.HOSTED)
+_LOAD_BAR = says(off_card.LOAD_BAR)
+_MERGES = says(off_card.MERGES)
+_SAVE_LINE = says(off_card.SAVE_LINE)
+_ZERO3 = says("(?i)zero_?-?3")
 SAVES_BESIDE_RANKS = _all_of(_SAVE_LINE, _none_of(_ZERO3))
-_ON_THE_HOST = _says(off_card.NCCL_ON_THE_HOST)
-_REGISTERS_FOR_IB = _says("ibv_reg_mr")
+_ON_THE_HOST = says(off_card.NCCL_ON_THE_HOST)
+_REGISTERS_FOR_IB = says("ibv_reg_mr")
 _SHARES_THE_HOST = _all_of(_ON_THE_HOST, _none_of(_REGISTERS_FOR_IB))
-_GATHERS_ALL = _is_called(r"GatheredParameters\(.*parameters\(|unwrap_model_for_generation")
-_GENERATES = _any_of(_is_called("generat"), _says(r"(?i)\bgenerat(?:e|ion)\b"))
-_VLLM = _any_of(_is_called("vllm"), _says("(?i)vllm"))
+_GATHERS_ALL = is_called(r"GatheredParameters\(.*parameters\(|unwrap_model_for_generation")
+_GENERATES = _any_of(is_called("generat"), says(r"(?i)\bgenerat(?:e|ion)\b"))
+_VLLM = _any_of(is_called("vllm"), says("(?i)vllm"))
 _NO_PLACE = _none_of(lambda facts: facts.frames)
-SAVES_STATES = _all_of(_says(r"(?i)\bsav(?:es?|ing)\b[^.\n]{0,40}optimi[sz]er"), _NO_PLACE)
+SAVES_STATES = _all_of(says(r"(?i)\bsav(?:es?|ing)\b[^.\n]{0,40}optimi[sz]er"), _NO_PLACE)
 _DEEPSPEED = _any_of(
-    _is_called(r"deepspeed|zero3|\bstage(?:3|_1_and_2)\.py"),
-    _says(r"(?i)deepspeed_?zero|(?<!o)zero[-_ ]?(?:stage[-_ ]?)?[123]\b"),
-    _all_of(_NO_PLACE, _says(r"(?i)\bdeepspeed\b")),
+    is_called(r"deepspeed|zero3|\bstage(?:3|_1_and_2)\.py"),
+    says(r"(?i)deepspeed_?zero|(?<!o)zero[-_ ]?(?:stage[-_ ]?)?[123]\b"),
+    _all_of(_NO_PLACE, says(r"(?i)\bdeepspeed\b")),
 )
-_MERGE = _is_called(r"\bmerge")
-_DORA = _is_called(r"\bdora\.py|get_weight_norm")
-_KBIT = _is_called("prepare_model_for_kbit_training")
-_MXFP4 = _any_of(_is_called("mxfp4"), _says(r"(?i)mxfp4|openai/gpt-oss"))
-_CONVERTS = _is_called(r"core_model_loading.*\bconvert\b")
+_MERGE = is_called(r"\bmerge")
+_DORA = is_called(r"\bdora\.py|get_weight_norm")
+_KBIT = is_called("prepare_model_for_kbit_training")
+_MXFP4 = _any_of(is_called("mxfp4"), says(r"(?i)mxfp4|openai/gpt-oss"))
+_CONVERTS = is_called(r"core_model_loading.*\bconvert\b")
 _STACKS_EXPERTS = _all_of(
     _CONVERTS,
-    _any_of(_is_called("MergeModulelist|torch\\.stack|concatenate"), _says("(?i)experts")),
+    _any_of(is_called("MergeModulelist|torch\\.stack|concatenate"), says("(?i)experts")),
 )
 _EXPERTS_IN_16_BITS = _all_of(
     _STACKS_EXPERTS,
-    _says(r"load_in_[48]bit|BitsAndBytes|bnb_|(?i:qlora)"),
+    says(r"load_in_[48]bit|BitsAndBytes|bnb_|(?i:qlora)"),
 )
-_IN_16_BITS = _says(
+_IN_16_BITS = says(
     r"(?i)\w-bf16\b|dtype[\"']?\W{1,4}(?:torch\.)?b?float16|load_in_[48]bit[\"']?\W{1,4}True"
 )
-_REFUSED = _says("dispatched on the CPU or the disk")  # only with a quantised model
-_MAP = _says(r"device_map[\"']?\s*[=:]\s*[\"']?(?:auto|balanced|sequential)")
+_REFUSED = says("dispatched on the CPU or the disk")  # only with a quantised model
+_MAP = says(r"device_map[\"']?\s*[=:]\s*[\"']?(?:auto|balanced|sequential)")
 # Under WSL nvidia-smi never lists a process, and there is no device file to query.
-_HIDES_HOLDERS = _all_of(_says("No running processes found"), _none_of(_is_windows))
-_RANKS = _says(r"local_rank|nproc_per_node|num_processes|\[rank\d|torchrun|accelerate launch")
-_IS_LOADING = _any_of(_is_called(place.LOADING), _LOAD_BAR)
-_TAKEN_BY_UNKNOWN = _none_of(_has_workers, _IS_LOADING, _says(_OFFLOADS))
-_SDPA = _is_called(r"scaled_dot_product|\bsdpa", innermost=3)
+_HIDES_HOLDERS = _all_of(says("No running processes found"), _none_of(_is_windows))
+_RANKS = says(r"local_rank|nproc_per_node|num_processes|\[rank\d|torchrun|accelerate launch")
+_IS_LOADING = _any_of(is_called(place.LOADING), _LOAD_BAR)
+_TAKEN_BY_UNKNOWN = _none_of(_has_workers, _IS_LOADING, says(_OFFLOADS))
+_SDPA = is_called(r"scaled_dot_product|\bsdpa", innermost=3)
 
 APPLIES: Mapping[Advice, Test] = {
     advice.SURVIVE: lambda facts: (
@@ -119,46 +130,46 @@ APPLIES: Mapping[Advice, Test] = {
     ),
     advice.FEWER_FRAMES: lambda facts: facts.says(SEES_VIDEOS) or FRAMES.search(facts.whole),
     advice.CHECKPOINTING: _none_of(
-        _says(r"(?:gradient|activation)_checkpointing[\"']?[ =:]{1,4}[Tt]rue")
+        says(r"(?:gradient|activation)_checkpointing[\"']?[ =:]{1,4}[Tt]rue")
     ),
     advice.REDUCED_EACH_TIME: _all_of(
-        _FSDP, _says(r"gradient_accumulation_steps[\"']?[ =:]{1,4}(?:[2-9]|\d\d)")
+        _FSDP, says(r"gradient_accumulation_steps[\"']?[ =:]{1,4}(?:[2-9]|\d\d)")
     ),
     advice.NO_FULL_EMBEDDINGS: trains_embeddings,
     advice.PLAN_THE_RUN: lambda facts: uses_trainer(facts) or facts.find_call(place.LOADING),
     advice.NO_GRAD: _none_of(uses_trainer),
     advice.EXPANDABLE_SEGMENTS: _none_of(
-        _is_windows, _says(r"ALLOC_CONF[\"'\]\s=:,]{1,6}expandable_segments:True(?! to avoid)")
+        _is_windows, says(r"ALLOC_CONF[\"'\]\s=:,]{1,6}expandable_segments:True(?! to avoid)")
     ),
     advice.PAD_TO_FEW_LENGTHS: uses_trainer,
     advice.ARGMAX_LOGITS: uses_trainer,
     advice.LIGER: lambda facts: uses_trainer(facts) or spell_for(advice.LIGER, facts),
     advice.WSL_MEMORY: _is_windows,
     advice.NO_DORA: _all_of(_DORA, _none_of(_MERGE)),
-    advice.NEWER_PEFT: _none_of(_MERGE, _DORA, _is_called(r"baddbmm\(W")),
+    advice.NEWER_PEFT: _none_of(_MERGE, _DORA, is_called(r"baddbmm\(W")),
     advice.NO_EXPERTS: _none_of(_MERGE, _DORA),
     advice.UNPREPARED: _KBIT,
-    advice.FOUR_BITS: _none_of(_KBIT, _MXFP4, _STACKS_EXPERTS, _REFUSED, _says(IN_4_BITS.pattern)),
+    advice.FOUR_BITS: _none_of(_KBIT, _MXFP4, _STACKS_EXPERTS, _REFUSED, says(IN_4_BITS.pattern)),
     advice.BF16_CHECKPOINT: _MXFP4,
     advice.QUANTISED_EXPERTS: _EXPERTS_IN_16_BITS,
     advice.READ_BY_ONE_RANK: _all_of(_IS_LOADING, _RANKS, _none_of(_has_workers, _MXFP4)),
-    advice.LOAD_ON_ONE_RANK: _any_of(_is_called(place.SHARDING), _all_of(_FSDP, _NO_PLACE)),
+    advice.LOAD_ON_ONE_RANK: _any_of(is_called(place.SHARDING), _all_of(_FSDP, _NO_PLACE)),
     advice.CONVERT_IN_MAIN_MEMORY: _all_of(_CONVERTS, _none_of(_DEEPSPEED, _MAP)),
     advice.WHOLE_ON_THE_CARD: _REFUSED,
     advice.ROOM_IN_THE_MAP: _all_of(_CONVERTS, _MAP),
-    advice.SEARCH_BY_FAISS: _is_called("mine_hard_negatives"),
+    advice.SEARCH_BY_FAISS: is_called("mine_hard_negatives"),
     advice.SHOW_HOLDERS: _HIDES_HOLDERS,
     advice.LIST_PROCESSES: _none_of(_HIDES_HOLDERS),
-    advice.OWN_CARD_FIRST: _none_of(_is_called(r"torch\.load|serialization\.py")),
-    advice.RESUME_GUARD: _is_called(
+    advice.OWN_CARD_FIRST: _none_of(is_called(r"torch\.load|serialization\.py")),
+    advice.RESUME_GUARD: is_called(
         "load_fsdp_optimizer|set_optimizer_state_dict|_load_optim_state_dict"
     ),
-    advice.RESUME_WITHOUT_STATES: _is_called("_load_optimizer_and"),
+    advice.RESUME_WITHOUT_STATES: is_called("_load_optimizer_and"),
     advice.SHARDED_SAVE: _all_of(_any_of(_FSDP, _NO_PLACE), _none_of(_DEEPSPEED)),
     advice.SAVE_WITHOUT_GATHER: _any_of(_DEEPSPEED, _all_of(_NO_PLACE, _none_of(_FSDP))),
     advice.NO_GATHER_TO_GENERATE: _all_of(_GATHERS_ALL, _GENERATES),
     advice.GENERATE_ON_ITS_OWN_CARD: _all_of(_GATHERS_ALL, _GENERATES, _none_of(_VLLM)),
-    advice.GATHER_BY_MODULE: _all_of(_GATHERS_ALL, _any_of(_VLLM, _none_of(_is_called("generat")))),
+    advice.GATHER_BY_MODULE: _all_of(_GATHERS_ALL, _any_of(_VLLM, _none_of(is_called("generat")))),
     advice.NO_CUMEM_HOST: _SHARES_THE_HOST,
     advice.NO_NCCL_SHM: _SHARES_THE_HOST,
     advice.NEWER_NCCL: _SHARES_THE_HOST,
@@ -167,38 +178,38 @@ APPLIES: Mapping[Advice, Test] = {
     advice.MORE_CARDS: _DEEPSPEED,
     advice.ASK_SLURM: _SLURM,
     advice.LIGHTER_SAMPLES: _any_of(
-        lambda facts: is_followed(advice.FEWER_WORKERS, facts), _says(LONG_SAMPLES)
+        lambda facts: is_followed(advice.FEWER_WORKERS, facts), says(LONG_SAMPLES)
     ),
-    advice.SAVE_ONLY_MODEL: _any_of(_is_called("_save_optimizer"), SAVES_STATES),
+    advice.SAVE_ONLY_MODEL: _any_of(is_called("_save_optimizer"), SAVES_STATES),
     advice.EMPTY_CACHE_BEFORE_SAVE: _none_of(_FSDP, _DEEPSPEED),
-    advice.FUSED_ADAMW: _all_of(_is_called("_multi_tensor|_foreach_"), _none_of(_DEEPSPEED)),
+    advice.FUSED_ADAMW: _all_of(is_called("_multi_tensor|_foreach_"), _none_of(_DEEPSPEED)),
     advice.OFFLOAD_OPTIMIZER: _DEEPSPEED,
     advice.EXPORT_SETTINGS_FOR_VLLM: engine.is_in_training,
     advice.EIGHT_BIT_ADAMW: _none_of(_DEEPSPEED),
     advice.ADAFACTOR: _none_of(_DEEPSPEED),
     advice.FEWER_LIVE_PARAMETERS: _all_of(_DEEPSPEED, _none_of(_GATHERS_ALL)),
     advice.WRAP_LAYERS: _none_of(_DEEPSPEED),
-    advice.PRINT_THE_OOM: _says("auto_find_batch_size|No executable batch size"),
+    advice.PRINT_THE_OOM: says("auto_find_batch_size|No executable batch size"),
     advice.PRINT_BATCH: lambda facts: not facts.frames and _is_large(facts),
-    advice.STREAM_THE_DATA: _says(
+    advice.STREAM_THE_DATA: says(
         r"(?i)tokeniz(?:ing|ation)|preprocess|prepared dataset|keep_in_memory|大数据集"
         r"|(?:large|huge) (?:\w+ ){0,2}dataset"
     ),
     advice.SHOW_MAIN_MEMORY: lambda facts: facts.users_frame is None,
     advice.FIND_THE_KILL: _none_of(
-        _says(r"(?i)dataloader|offload|cpu_?adam|kubectl|\bpod\b|\bRAM\b|cpu\)? ?memory|内存"),
+        says(r"(?i)dataloader|offload|cpu_?adam|kubectl|\bpod\b|\bRAM\b|cpu\)? ?memory|内存"),
         _LOAD_BAR,
         _HOSTED,
         _SLURM,
         _MERGES,
-        _says(rf"{off_card.KILLED.pattern}|{off_card.BY_RAY}"),
+        says(rf"{off_card.KILLED.pattern}|{off_card.BY_RAY}"),
     ),
-    advice.CHECK_LAUNCH_FILE: _all_of(_says(_OFFLOADS), _none_of(_has_workers)),
-    advice.OFFLOAD_TO_DISK: _all_of(_says(_OFFLOADS), _none_of(_has_workers)),
+    advice.CHECK_LAUNCH_FILE: _all_of(says(_OFFLOADS), _none_of(_has_workers)),
+    advice.OFFLOAD_TO_DISK: _all_of(says(_OFFLOADS), _none_of(_has_workers)),
     advice.LOAD_ONCE: _loads_twice,
     advice.MORE_MAIN_MEMORY: _CONTAINER,
     advice.MORE_SLURM_MEMORY: _SLURM,
-    advice.NO_PINNED_OFFLOAD: _any_of(_is_called("deepspeed"), _says("(?i)deepspeed")),
+    advice.NO_PINNED_OFFLOAD: _any_of(is_called("deepspeed"), says("(?i)deepspeed")),
     advice.NO_PINNED_ACTIVATIONS: _UNSLOTH,
     advice.NO_PINNED_BATCHES: _none_of(_UNSLOTH),
     advice.HEADROOM: _all_of(shows_trainer, _none_of(_ON_THE_HOST)),
@@ -211,22 +222,22 @@ APPLIES_TO_CAUSE: Mapping[tuple[str, Advice], Test] = {
     ("engine-share", advice.SMALLER_MICRO_BATCH): lambda facts: (
         not facts.frames and not facts.asked_bytes and facts.oom.source == "allocator"
     ),
-    ("capacity", advice.FOUR_BITS): _all_of(_says("(?i)lora"), _none_of(_MXFP4)),
+    ("capacity", advice.FOUR_BITS): _all_of(says("(?i)lora"), _none_of(_MXFP4)),
     ("ddp-gpu0", advice.LOAD_INTO_MAIN_MEMORY): _any_of(
-        _is_called(r"torch\.load|serialization\.py"), lambda facts: facts.processes
+        is_called(r"torch\.load|serialization\.py"), lambda facts: facts.processes
     ),
     ("engine-share", advice.LIST_PROCESSES): engine.is_startup,
     ("generate-cache", advice.SMALLER_EVAL_BATCH): uses_trainer,
     ("host-alloc", advice.FEWER_WORKERS): _has_workers,
     ("host-alloc", advice.SDPA_ATTENTION): _all_of(
-        _is_called(place.ATTENTION, innermost=3), _is_large
+        is_called(place.ATTENTION, innermost=3), _is_large
     ),
-    ("host-alloc", advice.SMALLER_MICRO_BATCH): _is_called(
+    ("host-alloc", advice.SMALLER_MICRO_BATCH): is_called(
         r"\bforward\b|backward|loss", innermost=4
     ),
     ("host-kill", advice.FEWER_WORKERS): _all_of(
         _any_of(_has_workers, _TAKEN_BY_UNKNOWN),
-        _none_of(_SAVE_LINE, _MERGES, _says(off_card.BY_RAY)),
+        _none_of(_SAVE_LINE, _MERGES, says(off_card.BY_RAY)),
     ),
     ("host-kill", advice.LOAD_ONCE): _all_of(_loads_twice, _IS_LOADING),
     ("host-kill", advice.MORE_MAIN_MEMORY): _none_of(_HOSTED),
@@ -243,5 +254,5 @@ APPLIES_TO_CAUSE: Mapping[tuple[str, Advice], Test] = {
     ("not-an-oom", advice.STREAM_THE_DATA): lambda _: True,
     ("quadratic-attention", advice.FLASH_ATTENTION): _SDPA,
     ("quadratic-attention", advice.SDPA_ATTENTION): _none_of(_SDPA),
-    ("shm", advice.FEWER_WORKERS): _none_of(_says("/dev/shm/nccl")),
+    ("shm", advice.FEWER_WORKERS): _none_of(says("/dev/shm/nccl")),
 }  # conditions for a cause, which replace those in `APPLIES`

@@ -201,19 +201,11 @@ def _place(facts: TextFacts) -> str:
     return f"{frame.file.rsplit('/', 1)[-1]}:{frame.line}" if frame else ""
 
 
-def _print_shapes(one: Advice, facts: TextFacts) -> Remedy:
-    return remedy(one, Door.CODE, place=_place(facts) or "the failing line")
-
-
 def _look_at(one: Advice, facts: TextFacts) -> Remedy | None:
     if not (place := _place(facts)):
         return None
     asked = f"shows what asked for {size(facts.asked_bytes)} at once" if facts.asked_bytes else ""
     return remedy(one, Door.CODE, asked, by_arithmetic=asked, place=place)
-
-
-def _fewer_workers(one: Advice, facts: TextFacts) -> Remedy:
-    return remedy(one, Door.TRAINER if uses_trainer(facts) else Door.CODE, workers=0)
 
 
 def _back_to_what_fitted(one: Advice, facts: TextFacts) -> Remedy:
@@ -249,11 +241,15 @@ FILLED: Mapping[Advice, Callable[[Advice, TextFacts], Remedy | None]] = {
     advice.ONE_PROCESS_A_CARD: _one_process_a_card,
     advice.LOAD_INTO_MAIN_MEMORY: _load_into_main_memory,
     advice.ROOM_IN_THE_MAP: _room_in_the_map,
-    advice.PRINT_SHAPES: _print_shapes,
+    advice.PRINT_SHAPES: lambda one, facts: remedy(
+        one, Door.CODE, place=_place(facts) or "the failing line"
+    ),
     advice.LOOK_AT: _look_at,
     advice.BACK_TO_WHAT_FITTED: _back_to_what_fitted,
     advice.FEWER_FRAMES: _fewer_frames,
-    advice.FEWER_WORKERS: _fewer_workers,
+    advice.FEWER_WORKERS: lambda one, facts: remedy(
+        one, Door.TRAINER if uses_trainer(facts) else Door.CODE, workers=0
+    ),
     advice.SHORTER_REQUESTS: engine.shorter,
     advice.SMALLER_ENGINE_SHARE: engine.lower,
     advice.LARGER_ENGINE_SHARE: engine.higher,

@@ -39,7 +39,7 @@ def keep_on_cards(states: States | None, facts: TextFacts) -> Iterator[Remedy]:
     """Yield sharding without offload, where offload filled main memory and the cards have room."""
     if states is None or not (states.billions and states.is_full and states.is_offloaded):
         return
-    shard = states.count_bytes(stage=3)
+    shard = states._replace(stage=3).count_bytes()
     if shard < ROOM * (states.card_bytes or 0):
         effect = f"{size(shard)} a card: shards the states over the cards' memory, without offload"
         spelled = spell_for(advice.SHARD_THE_RUN, facts)
@@ -57,7 +57,7 @@ def list_too_weak(states: States | None) -> set[Advice]:
 
 def _count_with(states: States) -> Iterator[tuple[Advice, int]]:
     if states.num_ranks > 1 and states.stage < 3:
-        yield advice.SHARD_THE_RUN, states.count_bytes(stage=3)
+        yield advice.SHARD_THE_RUN, states._replace(stage=3).count_bytes()
     if not states.is_full:
         if states.weight_bytes > 1:
             yield advice.FOUR_BITS, states._replace(weight_bytes=FOUR_BIT_BYTES).count_bytes()
