@@ -1,10 +1,7 @@
-"""List the shapes of public models, under the names people write, from their configs on the Hub.
-
-To add a model, add its line to `_MODELS`; `tests/planner/test_public_models.py` counts the
-parameters of each, and compares some with configs.
-"""
+"""Find public models by the names that people write (public_models.txt): the shapes of tensors."""
 
 import re
+from pathlib import Path
 from typing import NamedTuple
 
 
@@ -21,6 +18,12 @@ class Model(NamedTuple):
     head_size: int = 0
     kind: str = ""  # its `model_type`
     is_tied: bool = False  # whether embeddings and head are one matrix
+
+    @classmethod
+    def parse(cls, name: str, *cells: str) -> "Model":
+        """Return a model from the cells of its line."""
+        numbers = [*map(int, cells[:7]), 0, 0, 0]
+        return cls._make((name, *numbers[:7], "".join(cells[7:8]), len(cells) > 8))
 
     def to_config(self) -> dict[str, object]:
         """Return what a plan needs of its config.json, and its name under `SHAPE_OF`."""
@@ -45,53 +48,8 @@ SHAPE_OF = "_shape_of"
 # Models of a public name that have more than its text model, or other weights.
 _ANOTHER = re.compile(r"(?i)\bvl\b|omni|audio|vision|awq|gptq|int[48]|bnb|gguf|moe")
 _LONGEST = 1 << 17  # tokens of a row; no weight depends on it
-_MODELS = (
-    Model("Llama 3 8B", 128_256, 4096, 14_336, 32, 32, 8, 128, "llama"),
-    Model("Llama 3 70B", 128_256, 8192, 28_672, 64, 80, 8, 128, "llama"),
-    Model("Llama 3 1B", 128_256, 2048, 8192, 32, 16, 8, 64, "llama", True),
-    Model("Llama 3 3B", 128_256, 3072, 8192, 24, 28, 8, 128, "llama", True),
-    Model("Llama 3 405B", 128_256, 16_384, 53_248, 128, 126, 8, 128, "llama"),
-    Model("Llama 2 7B", 32_000, 4096, 11_008, 32, 32, 32, 128, "llama"),
-    Model("Llama 2 13B", 32_000, 5120, 13_824, 40, 40, 40, 128, "llama"),
-    Model("Llama 2 70B", 32_000, 8192, 28_672, 64, 80, 8, 128, "llama"),
-    Model("TinyLlama 1.1B", 32_000, 2048, 5632, 32, 22, 4, 64, "llama"),
-    Model("Mistral 7B", 32_000, 4096, 14_336, 32, 32, 8, 128, "mistral"),
-    Model("Mistral 7B v0.3", 32_768, 4096, 14_336, 32, 32, 8, 128, "mistral"),
-    Model("Mistral Nemo", 131_072, 5120, 14_336, 32, 40, 8, 128, "mistral"),
-    Model("Mixtral 8x7B", 32_000, 4096, 14_336, 32),
-    Model("Qwen 2.5 0.5B", 151_936, 896, 4864, 14, 24, 2, 64, "qwen2", True),
-    Model("Qwen 2.5 1.5B", 151_936, 1536, 8960, 12, 28, 2, 128, "qwen2", True),
-    Model("Qwen 2.5 3B", 151_936, 2048, 11_008, 16, 36, 2, 128, "qwen2", True),
-    Model("Qwen 2.5 7B", 152_064, 3584, 18_944, 28, 28, 4, 128, "qwen2"),
-    Model("Qwen 2.5 14B", 152_064, 5120, 13_824, 40, 48, 8, 128, "qwen2"),
-    Model("Qwen 2.5 32B", 152_064, 5120, 27_648, 40, 64, 8, 128, "qwen2"),
-    Model("Qwen 2.5 72B", 152_064, 8192, 29_568, 64, 80, 8, 128, "qwen2"),
-    Model("Qwen 3 0.6B", 151_936, 1024, 3072, 16, 28, 8, 128, "qwen3", True),
-    Model("Qwen 3 1.7B", 151_936, 2048, 6144, 16, 28, 8, 128, "qwen3", True),
-    Model("Qwen 3 4B", 151_936, 2560, 9728, 32, 36, 8, 128, "qwen3", True),
-    Model("Qwen 3 8B", 151_936, 4096, 12_288, 32, 36, 8, 128, "qwen3"),
-    Model("Qwen 3 14B", 151_936, 5120, 17_408, 40, 40, 8, 128, "qwen3"),
-    Model("Qwen 3 32B", 151_936, 5120, 25_600, 64, 64, 8, 128, "qwen3"),
-    Model("Qwen 3 30B", 151_936, 2048, 6144, 32),
-    Model("Gemma 2B", 256_000, 2048, 16_384, 8, 18, 1, 256, "gemma", True),
-    Model("Gemma 7B", 256_000, 3072, 24_576, 16, 28, 16, 256, "gemma", True),
-    Model("Gemma 2 2B", 256_000, 2304, 9216, 8, 26, 4, 256, "gemma2", True),
-    Model("Gemma 2 9B", 256_000, 3584, 14_336, 16, 42, 8, 256, "gemma2", True),
-    Model("Gemma 2 27B", 256_000, 4608, 36_864, 32, 46, 16, 128, "gemma2", True),
-    Model("Gemma 3 270M", 262_144, 640, 2048, 4),
-    Model("Gemma 3 1B", 262_144, 1152, 6912, 4),
-    Model("Gemma 3 4B", 262_208, 2560, 10_240, 8),
-    Model("Gemma 3 12B", 262_208, 3840, 15_360, 16),
-    Model("Gemma 3 27B", 262_208, 5376, 21_504, 32),
-    Model("Phi 3 mini", 32_064, 3072, 8192, 32, 32, 32, 96, "phi3"),
-    Model("Phi 4", 100_352, 5120, 17_920, 40, 40, 10, 128, "phi3"),
-    Model("Phi 4 mini", 200_064, 3072, 8192, 24, 32, 8, 128, "phi3", True),
-    Model("gpt oss", 201_088, 2880, 2880, 64),
-    Model("SmolLM2 135M", 49_152, 576, 1536, 9, 30, 3, 64, "llama", True),
-    Model("SmolLM2 360M", 49_152, 960, 2560, 15, 32, 5, 64, "llama", True),
-    Model("SmolLM2 1.7B", 49_152, 2048, 8192, 32, 24, 32, 64, "llama", True),
-    Model("OPT 13B", 50_272, 5120, 20_480, 40),
-)
+_LINES = Path(__file__).with_suffix(".txt").read_text().partition("\n\n")[2].splitlines()[1:]
+_MODELS = tuple(Model.parse(*re.split(" {2,}", line)) for line in _LINES)
 # By the module of its class, if no name is more specific.
 _OF_MODULES = {
     "qwen2": (151_936, 152_064),
