@@ -1,6 +1,7 @@
 """A loss of your own may have weights and counts of its own, beside the model."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -129,13 +130,13 @@ def test_a_teacher_that_each_pass_moves_is_named(tmp_path) -> None:
 class Momentum(nn.Module):
     """Adds what a slow copy of itself says, as BYOL's target does; the copy may be out of sight."""
 
-    def __init__(self, norm: nn.Module, *, is_registered: bool) -> None:
+    def __init__(self, norm: Any, *, is_registered: bool) -> None:
         super().__init__()
         self.norm = norm
-        self.large = nn.Linear(32, 4096, bias=False).requires_grad_(False)
-        self.kept = [self.large]
-        if not is_registered:
-            del self.large
+        large = nn.Linear(32, 4096, bias=False).requires_grad_(False)
+        self.kept = [large]
+        if is_registered:
+            self.large = large
 
     def forward(self, hidden):
         with torch.no_grad():
