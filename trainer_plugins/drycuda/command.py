@@ -121,9 +121,9 @@ def _wait(
     except psutil.NoSuchProcess:  # a fork that has already ended
         return process.wait()
     try:
-        while time.monotonic() < end:
+        while (left := end - time.monotonic()) > 0:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                return process.wait(_LOOKS_SECONDS)
+                return process.wait(min(left, _LOOKS_SECONDS))
             held = _own_bytes(started)
             if held > most_bytes:
                 raise PlanError(
