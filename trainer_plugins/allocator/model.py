@@ -130,7 +130,8 @@ class AllocatorModel:
         pool.remove(block)
         return block
 
-    def _segment_bytes(self, size: int) -> int:
+    def segment_bytes(self, size: int) -> int:
+        """Return the size of the segment that a request would need."""
         if size <= SMALL_BYTES:
             return SMALL_SEGMENT_BYTES
         if size < _MIN_LARGE_BYTES:
@@ -147,7 +148,7 @@ class AllocatorModel:
     def _grow(self, pool: Pool, size: int) -> Block | None:
         if self.rules.expandable_segments:
             return self._grow_expandable(pool, size)
-        num_bytes = self._segment_bytes(size)
+        num_bytes = self.segment_bytes(size)
         if not self._has_room(num_bytes):
             return None
         self._reserve(num_bytes)

@@ -36,7 +36,7 @@ from trainer_plugins.planner.request import (
 from trainer_plugins.printable import drop_leaks, printable
 from trainer_plugins.snapshot.cards import read
 from trainer_plugins.snapshot.oom import SnapshotCase, case_of
-from trainer_plugins.snapshot.pickled import NotReadableError
+from trainer_plugins.snapshot.pickled import NotReadableError, pause_collection
 from trainer_plugins.snapshot.stacks import meaning_of
 from trainer_plugins.units import size
 
@@ -197,8 +197,9 @@ def _run_once(run: DryRun, dry: DryCuda, tell: Callable[[str], None]) -> DryResu
     snapshot = dry.folder / f"snapshot-{seen[0]['rank']}.pickle"
     if run.snapshot is not None:
         shutil.copyfile(snapshot, run.snapshot)
-    case = case_of(snapshot, own_torch=seen[0]["versions"]["torch"])
-    return DryResult(seen, case, _smallest(dry.folder, seen, case, run.card))
+    with pause_collection():
+        case = case_of(snapshot, own_torch=seen[0]["versions"]["torch"])
+        return DryResult(seen, case, _smallest(dry.folder, seen, case, run.card))
 
 
 _LAUNCHED = (
@@ -288,14 +289,18 @@ def _smallest(
     folder: Path, seen: Sequence[Mapping[str, Any]], case: SnapshotCase, card: Card
 ) -> SmallestCard | None:
     """Return the smallest card on which all processes complete; None if the model cannot tell."""
-    rules = case.repeated.rules if case.repeated is not None else AllocatorRules()
+    rules, repeated = AllocatorRules(), case.repeated
+    if repeated is not None:
+        rules = repeated.rules
+    is_repeated = repeated is not None and repeated.outcome.is_same and case.oom is None
     found = SmallestCard(0, None)
     for process in seen:
         path = folder / f"snapshot-{process['rank']}.pickle"
         snapshot = case.snapshot if path.name == case.snapshot.name else read(path, is_own=True)
         for each in snapshot.cards:
             outside_bytes = process["outside_bytes"][each.index]
-            least = smallest_room(each, rules, card.capacity_bytes - outside_bytes)
+            peak = case.in_use_bytes if is_repeated and each is case.card else None
+            least = smallest_room(each, rules, card.capacity_bytes - outside_bytes, peak)
             if least is None:
                 return None
             needed_bytes, fails_at = least

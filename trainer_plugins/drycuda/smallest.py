@@ -1,7 +1,7 @@
 """Find the least memory with which a run completes, from its allocator's recording.
 
-By bisection, we repeat the run's requests on the model of torch's allocator, which flushes its
-cache on a full card. The model gives every block of a dry run its recorded address.
+We repeat the run's requests on the model of torch's allocator, which flushes its cache on a full
+card. The model gives every block of a dry run its recorded address.
 """
 
 from collections.abc import Iterator
@@ -13,33 +13,40 @@ from trainer_plugins.units import MIB
 
 
 def smallest_room(
-    card: SnapshotCard, rules: AllocatorRules, room_bytes: int
+    card: SnapshotCard,
+    rules: AllocatorRules,
+    room_bytes: int,
+    allocated_bytes: int | None = None,
 ) -> tuple[int, int | None] | None:
     """Return the least memory with which a card's events succeed.
 
     It is a multiple of 1 MiB, without the context. The second number is the event that fails with 1
-    MiB less. `room_bytes` is the allocator's share of the recorded card. Returns None if the model
-    does not repeat the recorded peak, as with the pools of CUDA graphs, or if the first events are
-    lost.
+    MiB less. `room_bytes` is the allocator's share of the recorded card, and `allocated_bytes` its
+    allocated peak, if the model has repeated the events. Returns None if the model does not repeat
+    the recorded peak, as with the pools of CUDA graphs, or if the first events are lost.
     """
     run = [*_steps(card, room_bytes)]
-    whole = AllocatorModel(room_bytes, rules)
     reserved = max(sum_reserved(card))
-    try:
-        is_same = _failure(whole, run) is None and whole.peak_reserved_bytes == reserved
-    except KeyError:  # frees a block that was allocated before the first event
-        return None
-    if not is_same:
-        return None
-    low, high = whole.peak_allocated_bytes // MIB, -(-reserved // MIB)  # high succeeds
-    fails_at = None
+    if allocated_bytes is None:
+        whole = AllocatorModel(room_bytes, rules)
+        try:
+            is_same = _failure(whole, run) is None and whole.peak_reserved_bytes == reserved
+        except KeyError:  # frees a block that was allocated before the first event
+            return None
+        if not is_same:
+            return None
+        allocated_bytes = whole.peak_allocated_bytes
+    low, high = allocated_bytes // MIB, -(-reserved // MIB)  # high succeeds
+    likely, fails_at = low, None
     while low < high:
-        middle = (low + high) // 2
-        failure = _failure(AllocatorModel(middle * MIB, rules), run)
+        tried = likely if low <= likely < high else (low + high) // 2
+        model = AllocatorModel(tried * MIB, rules)
+        failure = _failure(model, run)
         if failure is None:
-            high = middle
+            high, likely = tried, tried - 1
         else:
-            low, fails_at = middle + 1, failure
+            fails_at, num_bytes = failure
+            low, likely = tried + 1, -(-(model.reserved_bytes + num_bytes) // MIB)
     return high * MIB, fails_at
 
 
@@ -59,8 +66,8 @@ def _steps(card: SnapshotCard, room_bytes: int) -> Iterator[_Step]:
             yield position, event
 
 
-def _failure(model: AllocatorModel, run: list[_Step]) -> int | None:
-    """Return the event that a card refuses; None if all succeed."""
+def _failure(model: AllocatorModel, run: list[_Step]) -> tuple[int, int] | None:
+    """Return the event that a card refuses, and the bytes it asks for; None if all succeed."""
     blocks: dict[int, Block] = {}
     for position, event in run:
         if event is None:
@@ -71,5 +78,5 @@ def _failure(model: AllocatorModel, run: list[_Step]) -> int | None:
             try:
                 blocks[event.address] = model.malloc(event.num_bytes, event.stream)
             except AllocatorFull:
-                return position
+                return position, model.segment_bytes(event.num_bytes)
     return None

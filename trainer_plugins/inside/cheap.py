@@ -15,6 +15,7 @@ from trainer_plugins.inside.process import has_numbers
 from trainer_plugins.patched import Patches
 
 _LARGE_BYTES = 1 << 20
+_LARGE_WEIGHT_BYTES = 64 << 10
 _aten: Any = torch.ops.aten
 _FILL = {
     _aten.zero_, _aten.fill_, _aten.copy_, _aten.mul_, _aten._fused_adam_, _aten._fused_adamw_,
@@ -37,10 +38,10 @@ _empty = torch.empty  # before DeepSpeed's zero.Init replaces it
 
 
 def skip_initialisation() -> None:
-    """Make the functions of `torch.nn.init` skip tensors of 1 MiB and more."""
+    """Make the functions of `torch.nn.init` skip tensors of 64 KiB and more."""
 
     def fill_if_small(fill: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        is_small = tensor.numel() * tensor.element_size() < _LARGE_BYTES
+        is_small = tensor.numel() * tensor.element_size() < _LARGE_WEIGHT_BYTES
         return fill(tensor, *args, **kwargs) if is_small else tensor
 
     for name in [*vars(torch.nn.init)]:

@@ -226,6 +226,7 @@ class _Observer:
         self._batches = Batches(trainer)  # before methods are replaced: it checks whose they are
         self._watch_moments()
         self._skip_like_micro_steps()
+        trainer.floating_point_ops = lambda _: 0  # it walks all modules in each step
         result = train() if trains else None
         once.do_what_is_left(trainer)  # another callback may have ended the training
         if resumes and self._is_saved:

@@ -7,7 +7,7 @@ import pickle
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 
 from trainer_plugins.inside import shapes
 from trainer_plugins.inside.process import counters, outside_bytes
+from trainer_plugins.snapshot.pickled import pause_collection
 
 _OURS = re.compile(r"trainer_plugins/(?:(?:drycuda|inside|plug_in)/|patched\.py$)|torch/_ops\.py$")
 _BACKWARD = {"filename": "/torch/autograd/graph.py", "line": 0, "name": "_engine_run_backward"}
@@ -106,14 +107,14 @@ def write(seen: Seen) -> None:
     folder = Path(os.environ["TRAINER_PLUGINS_DRYCUDA"])
     if _is_less(seen, folder):
         return
-    snapshot = torch.cuda.memory._snapshot()
-    if max(map(len, snapshot["device_traces"])) >= MOST_EVENTS:
-        seen.notes.append(
-            f"of the allocator's events the last {MOST_EVENTS:,} are known: no smallest card"
-        )
-    _leave_out_the_dry_run(snapshot)
     draft = folder / f"snapshot-{seen.rank}.draft"  # the program may be ended while it writes
-    with draft.open("wb") as file:
+    with pause_collection(), draft.open("wb") as file:
+        snapshot = torch.cuda.memory._snapshot()
+        if max(map(len, snapshot["device_traces"])) >= MOST_EVENTS:
+            seen.notes.append(
+                f"of the allocator's events the last {MOST_EVENTS:,} are known: no smallest card"
+            )
+        _leave_out_the_dry_run(snapshot)
         pickle.dump(snapshot, file)
     draft.rename(draft.with_suffix(".pickle"))
     write_results(seen)
@@ -125,7 +126,8 @@ def write_results(seen: Seen) -> None:
     if _is_less(seen, folder):
         return
     draft = folder / f"seen-{seen.rank}.draft"
-    draft.write_text(json.dumps(asdict(seen), default=str))
+    results = {each.name: getattr(seen, each.name) for each in fields(seen)}
+    draft.write_text(json.dumps(results, default=str))
     draft.rename(folder / f"seen-{seen.rank}.json")
 
 

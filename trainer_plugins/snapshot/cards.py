@@ -165,7 +165,8 @@ class _Reader:
     def __init__(self) -> None:
         self._stacks: list[Stack] = [()]
         self._numbers: dict[Stack, int] = {(): 0}
-        self._known: dict[tuple[int, ...], int] = {}  # keyed by the identities of frames
+        # By the identities of the frames, or of their list: they live as long as the file is read.
+        self._known: dict[tuple[int, ...] | int, int] = {}
         self._frames: dict[int, StackFrame] = {}
 
     def snapshot(self, raw: Mapping[str, Any], name: str) -> Snapshot:
@@ -244,15 +245,16 @@ class _Reader:
     def _stack(self, frames: Sequence[Mapping[str, Any]] | None) -> int:
         if not frames:
             return 0
-        # A frame is one object in all stacks of a file, and lives as long as the file is read.
-        key = tuple(map(id, frames[:_MOST_FRAMES]))
-        number = self._known.get(key)
+        number = self._known.get(id(frames))
         if number is None:
-            stack = tuple(map(self._frame, frames[:_MOST_FRAMES]))
-            number = self._numbers.setdefault(stack, len(self._stacks))
-            if number == len(self._stacks):
-                self._stacks.append(stack)
-            self._known[key] = number
+            key = tuple(map(id, frames[:_MOST_FRAMES]))
+            number = self._known.get(key)
+            if number is None:
+                stack = tuple(map(self._frame, frames[:_MOST_FRAMES]))
+                number = self._numbers.setdefault(stack, len(self._stacks))
+                if number == len(self._stacks):
+                    self._stacks.append(stack)
+            self._known[key] = self._known[id(frames)] = number
         return number
 
     def _frame(self, raw: Mapping[str, Any]) -> StackFrame:

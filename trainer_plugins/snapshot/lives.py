@@ -75,15 +75,18 @@ def _repeat(trace: Trace, rules: AllocatorRules) -> RepeatedTrace:
 def lives_of(card: SnapshotCard, repeated: RepeatedTrace | None) -> list[Life]:
     """Follow each block; without a replay, its size is the request, rounded up."""
     blocks = [block for segment in card.segments for block in segment.blocks if block.is_active]
-    sizes = iter(repeated.outcome.block_bytes) if repeated is not None else None
-    segments = repeated.trace.segments if repeated is not None else ()
-    at_start = dict(used for segment in segments for used in segment.used())
-    first = find_first_known(card)
+    at_start: dict[int, int] = {}
+    if repeated is not None:
+        sizes = iter(repeated.outcome.block_bytes)
+        at_start |= (used for segment in repeated.trace.segments for used in segment.used())
+        first = len(card.events) - len(repeated.trace.events)
+    else:
+        first = find_first_known(card)
     lives: list[Life] = []
     alive: dict[int, Life] = {}
     for position, event in enumerate(card.events[first:], first):
         if event.action == "alloc":
-            num_bytes = next(sizes) if sizes is not None else round_size(event.num_bytes)
+            num_bytes = next(sizes) if repeated is not None else round_size(event.num_bytes)
             life = Life(event.address, position, None, num_bytes, event.num_bytes, event.stack)
             alive[event.address] = life
             lives.append(life)

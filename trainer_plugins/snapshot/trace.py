@@ -46,7 +46,8 @@ class NotModelledError(ValueError):
 
 def find_first_known(card: SnapshotCard) -> int:
     """Return the first event from which on the recording has no gap."""
-    return 0 if has_lost_its_end(card) else _undo_to_gap(card)
+    first = _undo_to_gap(card)
+    return 0 if _has_lost_its_end(card, first) else first
 
 
 def _undo_to_gap(card: SnapshotCard) -> int:
@@ -59,13 +60,20 @@ def _undo_to_gap(card: SnapshotCard) -> int:
         if event.action in _CHANGES:
             if (event.action == "alloc") is not (event.address in live):
                 return position + 1
-            live ^= {event.address}
+            if event.action == "alloc":
+                live.remove(event.address)
+            else:
+                live.add(event.address)
     return 0
 
 
 def has_lost_its_end(card: SnapshotCard) -> bool:
     """Return whether recording stopped before the dump: most events do not fit the segments."""
-    if _undo_to_gap(card) <= len(card.events) / 2:
+    return _has_lost_its_end(card, _undo_to_gap(card))
+
+
+def _has_lost_its_end(card: SnapshotCard, first: int) -> bool:
+    if first <= len(card.events) / 2:
         return False
     last: dict[int, str] = {}  # the last action at each address
     for event in card.events:
