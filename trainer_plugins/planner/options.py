@@ -119,8 +119,8 @@ class RunOptions:
 
     gpu: str | None = option(
         MOST_USED,
-        "The GPU: a name (t4, rtx4090, a100-80gb, h100-80gb, ...), or the memory torch can"
-        " use, as in 23.5GiB or 23.5GiB,sm_89.",
+        "The GPU: a name (t4, rtx4090, a100-80gb, h100-80gb, ...), or its total memory as torch"
+        " reports it: 23.5GiB or 23.5GiB,sm_89.",
     )
     num_gpus: int | None = option(
         MOST_USED, "Number of GPUs that train together (default: from --accelerate-config, else 1)."
