@@ -359,8 +359,8 @@ class Variations:
     ) -> tuple[int, MemoryPlan]:
         """Find the most rows at once that fit safely; the fewest if none do.
 
-        Unless `in_full`, start with an estimate from the memory of the fewest rows, and stop at the
-        first size that fits.
+        The first sizes tried are an estimate from the memory of fewer rows. Unless `in_full`, stop
+        at the first size that fits.
         """
         run = reduce(turn, changes, self._run)
 
@@ -372,16 +372,17 @@ class Variations:
         best = plan_of(low)
         if not is_safe(best):
             return sizes[0], best
-        if not in_full:
-            likely = most_rows_by(best, sizes[0], (best.margin_bytes or 0) - error_bytes(best))
-            high = sum(each <= likely for each in sizes) - 1
         while low < high:
-            middle = (low + high + 1) // 2 if in_full else high
-            plan = plan_of(middle)
+            most = most_rows_by(best, sizes[low], (best.margin_bytes or 0) - error_bytes(best))
+            likely = sum(each <= most for each in sizes) - 1
+            if not in_full:
+                high = min(likely, high)
+            tried = min(max(low + 1, likely), high)
+            plan = plan_of(tried)
             if is_safe(plan):
-                low, best = middle, plan
+                low, best = tried, plan
             else:
-                high = middle - 1
+                high = tried - 1
         return sizes[low], best
 
     def _proposal(self, changes: Sequence[Switch], rows: int, plan: MemoryPlan) -> Proposal:
