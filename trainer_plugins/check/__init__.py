@@ -7,7 +7,6 @@ can read it. `docs/check.md` and `docs/findings.md` explain it, and `tests/check
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
 from trainer_plugins.check import arguments, data, environment, machine, main_memory, model, planned
@@ -49,8 +48,7 @@ def judge(facts: Facts) -> Checklist:
     notes = Notes(facts.failed)
     for name, checks in _GROUPS:
         made = [
-            notes.try_read(check.__name__.replace("_", " "), partial(check, facts), None)
-            for check in checks
+            notes.try_read(check.__name__.replace("_", " "), None, check, facts) for check in checks
         ]
         if lines := tuple(filter(None, made)):
             groups[name] = lines

@@ -260,9 +260,9 @@ class Notes:
     def __init__(self, failed: Iterable[str] = ()) -> None:
         self.failed = [*failed]
 
-    def try_read(self, what: str, read: Callable[[], T], default: T) -> T:
+    def try_read(self, what: str, default: T, read: Callable[..., T], *given: object) -> T:
         try:
-            return read()
+            return read(*given)
         except Exception as error:
             logger.debug("a fact or a check is missing", exc_info=True)
             self.failed.append(f"{what}: {type(error).__name__}: {error}")

@@ -16,7 +16,7 @@ from trainer_plugins.devices import GpuProcess, HostDevice, NvmlDevice, NvmlErro
 from trainer_plugins.devices.nvml import NO_CARD
 from trainer_plugins.devices.nvml_cards import InstalledCard, list_cards
 from trainer_plugins.devices.patience import Patience
-from trainer_plugins.launch.extensions import ExtensionLock, read_locks
+from trainer_plugins.launch.extensions import read_locks
 from trainer_plugins.launch.masked import mask_command
 from trainer_plugins.launch.place import read_versions
 
@@ -29,12 +29,11 @@ _nvml_calls = Patience("trainer_plugins-check", seconds=5.0)
 def gather_here(environ: Mapping[str, str]) -> Facts:
     """Read the cards, the main memory and the environment of this machine."""
     notes = Notes()
-    unread: tuple[ExtensionLock, ...] = ()
     return replace(
-        notes.try_read("the cards", _cards, Facts()),
-        main=notes.try_read("main memory", main_memory, None),
-        **notes.try_read("the environment", partial(read_environment, environ), dict[str, Any]()),
-        locks=notes.try_read("extensions", partial(read_locks, environ), unread),
+        notes.try_read("the cards", Facts(), _cards),
+        main=notes.try_read("main memory", None, main_memory),
+        **notes.try_read("the environment", dict[str, Any](), read_environment, environ),
+        locks=notes.try_read("extensions", (), read_locks, environ),
         failed=tuple(notes.failed),
     )
 

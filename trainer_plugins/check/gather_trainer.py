@@ -6,7 +6,6 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sized
 from dataclasses import fields, replace
-from functools import partial
 from typing import Any
 
 import psutil
@@ -56,12 +55,10 @@ def gather_trainer(
     """Read a Trainer when training begins, in up to a second; the model has no wrappers."""
     notes = Notes()
     reading, is_card = device.read(), device.name != "cpu"
-    card = notes.try_read("the card", partial(_card, device, reading), None) if is_card else None
-    run = notes.try_read("the arguments", partial(_run, trainer, optimizer), RunSettings())
-    data = notes.try_read("the data", partial(_data, trainer, model, run), DataFacts())
-    read_loss = partial(judge_accumulation, trainer, data.batch_names)
-    read_surroundings = partial(read_environment, os.environ)
-    read_model = partial(_model, trainer, model, optimizer, device.name.split(":")[0])
+    kind = device.name.split(":")[0]
+    card = notes.try_read("the card", None, _card, device, reading) if is_card else None
+    run = notes.try_read("the arguments", RunSettings(), _run, trainer, optimizer)
+    data = notes.try_read("the data", DataFacts(), _data, trainer, model, run)
     facts = Facts(
         cards=(card,) if card is not None else (),
         no_cards="" if is_card else "training runs on the CPU",
@@ -69,12 +66,14 @@ def gather_trainer(
         device_bytes=reading.total_bytes,
         capability=card.capability if card is not None else None,
         device_free_bytes=reading.free_bytes + (reading.cached_bytes if is_card else 0),
-        main=notes.try_read("main memory", main_memory, None),
-        **notes.try_read("the environment", read_surroundings, dict[str, Any]()),
+        main=notes.try_read("main memory", None, main_memory),
+        **notes.try_read("the environment", dict[str, Any](), read_environment, os.environ),
         run=run,
-        model=notes.try_read("the model", read_model, ModelFacts()),
+        model=notes.try_read("the model", ModelFacts(), _model, trainer, model, optimizer, kind),
         data=data,
-        accumulation=notes.try_read("the loss", read_loss, None),
+        accumulation=notes.try_read(
+            "the loss", None, judge_accumulation, trainer, data.batch_names
+        ),
     )
     return replace(facts, failed=tuple(notes.failed))
 
