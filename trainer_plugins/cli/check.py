@@ -8,8 +8,7 @@ import click
 from trainer_plugins.check import judge
 from trainer_plugins.check.gather_launch import gather_command, gather_launch
 from trainer_plugins.cli.as_json import print_json
-from trainer_plugins.cli.plan import take_as_json
-from trainer_plugins.cli.plan_dry import DryOptions, command_in, variations_of
+from trainer_plugins.cli.plan import DryOptions, command_in, take_as_json, variations_of
 from trainer_plugins.cli.spelled import WITH_OTHER_FLAGS, CommandOfARun
 from trainer_plugins.cli.typed_options import refuse_bad_input
 from trainer_plugins.finding import Severity
