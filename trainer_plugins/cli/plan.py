@@ -35,15 +35,9 @@ from trainer_plugins.planner.options import (
 )
 from trainer_plugins.planner.plan import PlanError
 from trainer_plugins.plug_in.flags import PanelOption, assign_variables, take_options
+from trainer_plugins.report import plans_text
 from trainer_plugins.report.page import show
 from trainer_plugins.report.plan_text import brief_report, plan_report, verdict
-from trainer_plugins.report.plans_text import (
-    calibration_report,
-    changes_report,
-    line_in_words,
-    lines_table,
-    search_report,
-)
 
 _EXIT_DOES_NOT_FIT = 3
 
@@ -162,7 +156,7 @@ def _answer(
         if as_json:
             print_json("plan --explain-change", ExplainedChanges(plan=plan, changes=saved))
         else:
-            show(Group(verdict(plan), changes_report(plan, saved)))
+            show(Group(verdict(plan), plans_text.changes_report(plan, saved)))
         return plan.fits
     if answer.search:
         return _show_search(variations, as_json)
@@ -178,7 +172,7 @@ def _answer(
         return found.fits
     show(plan_report(found) if answer.verbose else brief_report(found))
     if compared is not None:
-        show(calibration_report(compared))
+        show(plans_text.calibration_report(compared))
     return found.fits
 
 
@@ -188,7 +182,7 @@ def _show_search(variations: Sequence[Variations], as_json: bool) -> bool:
 
     def show_line(line: SearchLine) -> None:
         lines.append(line)
-        tell(line_in_words(line))
+        tell(plans_text.line_in_words(line))
 
     try:
         result = all_of([each.search(show_line) for each in variations])
@@ -196,14 +190,14 @@ def _show_search(variations: Sequence[Variations], as_json: bool) -> bool:
         if as_json:
             print_json("plan --search", Interrupted(lines=tuple(lines)))
         elif lines:
-            show(Group(Text("Interrupted. Found so far:"), lines_table(lines, None)))
+            show(Group(Text("Interrupted. Found so far:"), plans_text.lines_table(lines, None)))
         else:
             show(Text("Interrupted"))
         raise
     if as_json:
         print_json("plan --search", result)
     else:
-        show(search_report(result))
+        show(plans_text.search_report(result))
     return result.best is not None
 
 

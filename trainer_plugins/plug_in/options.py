@@ -5,16 +5,7 @@ from dataclasses import Field, dataclass, field, fields
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from trainer_plugins.presets import (
-    CUDA_CACHE,
-    EVALUATION,
-    REPORTER,
-    STREAM,
-    SURVIVE,
-    WATCHDOG,
-    nearest,
-    preset,
-)
+from trainer_plugins import presets
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
@@ -27,20 +18,20 @@ PREFIX = "memory_"
 # The callback that takes each option, and its parameter. Not in the metadata of the fields, because
 # HfArgumentParser passes that to argparse.
 _TARGETS = {
-    "memory_every_steps": (WATCHDOG, "every_steps"),
-    "memory_warn_fraction": (WATCHDOG, "warn_fraction"),
-    "memory_act_fraction": (WATCHDOG, "act_fraction"),
-    "memory_stop": (WATCHDOG, "stop"),
-    "memory_prometheus_dir": (WATCHDOG, "prometheus_dir"),
-    "memory_snapshot": (REPORTER, "snapshot"),
-    "memory_release_every_steps": (CUDA_CACHE, "interval"),
-    "memory_min_reclaimable_fraction": (CUDA_CACHE, "min_reclaimable_fraction"),
-    "memory_logits_to": (EVALUATION, "logits_to"),
-    "memory_on_refusal": (SURVIVE, "on_refusal"),
-    "memory_vouch_for_loss": (SURVIVE, "vouch_for_loss"),
-    "memory_rows_at_once": (SURVIVE, "rows_at_once"),
-    "memory_stream_base": (STREAM, "when"),
-    "memory_resident_layers": (STREAM, "resident_layers"),
+    "memory_every_steps": (presets.WATCHDOG, "every_steps"),
+    "memory_warn_fraction": (presets.WATCHDOG, "warn_fraction"),
+    "memory_act_fraction": (presets.WATCHDOG, "act_fraction"),
+    "memory_stop": (presets.WATCHDOG, "stop"),
+    "memory_prometheus_dir": (presets.WATCHDOG, "prometheus_dir"),
+    "memory_snapshot": (presets.REPORTER, "snapshot"),
+    "memory_release_every_steps": (presets.CUDA_CACHE, "interval"),
+    "memory_min_reclaimable_fraction": (presets.CUDA_CACHE, "min_reclaimable_fraction"),
+    "memory_logits_to": (presets.EVALUATION, "logits_to"),
+    "memory_on_refusal": (presets.SURVIVE, "on_refusal"),
+    "memory_vouch_for_loss": (presets.SURVIVE, "vouch_for_loss"),
+    "memory_rows_at_once": (presets.SURVIVE, "rows_at_once"),
+    "memory_stream_base": (presets.STREAM, "when"),
+    "memory_resident_layers": (presets.STREAM, "resident_layers"),
 }
 
 _NO = "no"
@@ -154,7 +145,8 @@ class MemoryArguments:
 
     def _check_types(self) -> None:
         """Reject values of another type, and options for callbacks that the preset lacks."""
-        callbacks = (*preset(self.memory_preset).callbacks, STREAM)  # StreamBase is always possible
+        # StreamBase is always possible.
+        callbacks = (*presets.preset(self.memory_preset).callbacks, presets.STREAM)
         for option in fields(MemoryArguments):
             value, kind = getattr(self, option.name), kind_of(option)
             if value == option.default and type(value) is type(option.default):
@@ -174,7 +166,7 @@ def memory_arguments(preset: str = DEFAULT_PRESET, **options: Option) -> MemoryA
     known = [name.removeprefix(PREFIX) for name in _TARGETS]
     for name in options:
         if name not in known:
-            wrong = f"there is no option {name!r}.{nearest(name, known)}"
+            wrong = f"there is no option {name!r}.{presets.nearest(name, known)}"
             raise ValueError(f"{wrong} Known options: {', '.join(known)}")
     given: dict[str, Any] = {PREFIX + name: value for name, value in options.items()}
     return MemoryArguments(memory_preset=preset, **given)
@@ -190,9 +182,9 @@ def callbacks_from_args(args: MemoryArguments) -> "list[TrainerCallback]":
         ValueError: the preset names a class that cannot be imported.
     """
     callbacks: list[TrainerCallback] = []
-    wanted = preset(args.memory_preset).callbacks
-    if args.memory_stream_base != _NO and STREAM not in wanted:
-        wanted = (*wanted, STREAM)
+    wanted = presets.preset(args.memory_preset).callbacks
+    if args.memory_stream_base != _NO and presets.STREAM not in wanted:
+        wanted = (*wanted, presets.STREAM)
     for dotted in wanted:
         module, _, name = dotted.rpartition(".")
         try:
@@ -206,7 +198,7 @@ def callbacks_from_args(args: MemoryArguments) -> "list[TrainerCallback]":
             if callback == dotted
             and getattr(args, option) != _NO  # then a preset with StreamBase decides
         }
-        if dotted == SURVIVE and args.memory_stream_base == "needed":
+        if dotted == presets.SURVIVE and args.memory_stream_base == "needed":
             taken["ladder"] = _LADDER_THAT_STREAMS
         callbacks.append(cls(**taken))
     return callbacks

@@ -47,7 +47,7 @@ from typing import NamedTuple
 from trainer_plugins.allocator.settings import read, values_of
 from trainer_plugins.allocator.variables import read_text
 from trainer_plugins.testing.card import SimCard
-from trainer_plugins.testing.simgpu.build import SimgpuUnavailable, unavailable_reason
+from trainer_plugins.testing.simgpu.build import SimgpuUnavailable, load, unavailable_reason
 from trainer_plugins.units import MIB, size
 
 __all__ = [
@@ -94,8 +94,6 @@ def enable(capacity_bytes: int | None = None, card: SimCard | None = None) -> No
         return
     if "TRAINER_PLUGINS_DRYCUDA" in os.environ:
         return  # in a plan's dry run, the dry card is the card
-    from trainer_plugins.testing.simgpu.build import load
-
     library = load()
     chosen = card if card is not None else _default_card(capacity_bytes)
     if capacity_bytes is not None:

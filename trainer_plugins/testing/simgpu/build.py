@@ -5,14 +5,7 @@ import functools
 import platform
 from pathlib import Path
 
-from trainer_plugins.compiled import (
-    CompileError,
-    cache_folder,
-    compile_once,
-    cpp_compiler,
-    fingerprint,
-    torch_library_command,
-)
+from trainer_plugins import compiled
 
 _SOURCES = Path(__file__).parent
 _CARD_FILE = _SOURCES.parent / "card_file.h"
@@ -44,20 +37,20 @@ def built_library() -> Path:
 
     if platform.system() != "Linux":
         raise SimgpuUnavailable(f"simgpu runs on Linux only, this is {platform.system()}")
-    compiler = cpp_compiler()
+    compiler = compiled.cpp_compiler()
     # A build depends on torch, architecture, C library and sources.
     sources = sorted([*_SOURCES.glob("*.h"), *_SOURCES.glob("*.cpp"), _CARD_FILE, Path(__file__)])
     contents = [path.read_bytes() for path in sources]
-    name = fingerprint(torch.__version__, platform.libc_ver()[0], *contents)
-    library = cache_folder() / f"simgpu-torch{torch.__version__}-{name}.so"
+    name = compiled.fingerprint(torch.__version__, platform.libc_ver()[0], *contents)
+    library = compiled.cache_folder() / f"simgpu-torch{torch.__version__}-{name}.so"
     if compiler is None and not library.exists():
         raise SimgpuUnavailable("simgpu needs a C++ compiler: install g++ or set CXX")
     major, minor = torch.__version__.split(".")[:2]
     version = f"-DSIMGPU_TORCH_VERSION={int(major) * 100 + int(minor)}"
-    command = torch_library_command(compiler or "", _SOURCES / "backend.cpp", version)
+    command = compiled.torch_library_command(compiler or "", _SOURCES / "backend.cpp", version)
     try:
-        return compile_once(library, command, _TIMEOUT_SECONDS)
-    except CompileError as error:
+        return compiled.compile_once(library, command, _TIMEOUT_SECONDS)
+    except compiled.CompileError as error:
         raise SimgpuUnavailable(
             f"simgpu cannot be built for torch {torch.__version__}: {error}"
         ) from error
