@@ -120,9 +120,7 @@ def _is_orphan(process: psutil.Process) -> bool:
 
 
 def _memlock_bytes() -> int | None:
-    try:
-        import resource  # not on Windows
-    except ImportError:
+    if not psutil.LINUX:
         return None
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return None if soft == resource.RLIM_INFINITY or soft < 0 else soft
+    soft, _ = psutil.Process().rlimit(psutil.RLIMIT_MEMLOCK)
+    return None if soft == psutil.RLIM_INFINITY else soft
