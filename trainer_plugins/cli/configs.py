@@ -134,21 +134,17 @@ def check(
     Exit codes: 0 fine; 1 an ERROR; 2 bad input, including duplicate keys and values of the wrong
     type.
     """
+    from trainer_plugins.devices.host import HostDevice
     from trainer_plugins.launch.extensions import find_needed_by, lock_findings, read_locks
     from trainer_plugins.launch.lint.document import read_document
     from trainer_plugins.launch.lint.judge import judge_document
     from trainer_plugins.launch.lint.training import training_arguments
     from trainer_plugins.launch.main_memory import HostLimits
 
-    here_bytes = None
-    if params and host_memory is None:
-        from trainer_plugins.devices.host import HostDevice
-
-        here_bytes = HostDevice().read().total_bytes
     with _refusing():
         if params is not None and not math.isfinite(params):
             raise ValueError(f"--params is the number of the model's parameters, got {params}")
-        host = HostLimits.read(host_memory, pinned_memory, here_bytes)
+        host = HostLimits.read(host_memory, pinned_memory, HostDevice().read().total_bytes)
         training = None if training_args is None else training_arguments(shlex.split(training_args))
         document = read_document(file)
         findings = judge_document(
