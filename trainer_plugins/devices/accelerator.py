@@ -104,10 +104,7 @@ class AcceleratorDevice:
 
     def read_allocated_bytes(self) -> int:
         """Return the bytes of live tensors, as `read` does, without asking the driver."""
-        if not torch._C._accelerator_isAllocatorInitialized():
-            return 0
-        stats = torch._C._accelerator_getDeviceStats(self._index)
-        return int(stats["allocated_bytes"]["all"]["current"])
+        return int(torch.accelerator.memory_allocated(self._index))
 
     def reset_peak(self) -> None:
         torch.accelerator.reset_peak_memory_stats(self._index)
