@@ -197,11 +197,8 @@ def _extension_files(pattern: str, environ: Mapping[str, str]) -> Iterator[Path]
 
 def _existence_locks() -> bool:
     """Return whether this torch uses a file as a lock; later ones lock it (pytorch#190543)."""
-    torch = find_spec("torch")
-    if torch is None or torch.origin is None:
-        return True
-    source = Path(torch.origin).parent / "utils" / "cpp_extension.py"
-    return not source.is_file() or "FileBaton(" in source.read_text()
+    torch: Any = find_spec("torch")
+    return "FileBaton(" in (Path(torch.origin).parent / "utils" / "cpp_extension.py").read_text()
 
 
 def _read_lock(file: Path) -> ExtensionLock | None:
