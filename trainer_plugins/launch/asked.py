@@ -15,7 +15,7 @@ from trainer_plugins.launch.lint.document import (
     document_of,
     get_block,
     read_deepspeed,
-    read_mapping,
+    read_document,
 )
 
 
@@ -106,7 +106,7 @@ def read_launcher(launcher: Launcher) -> Asked | None:
     source, config = "accelerate launch", dict[str, Any]()
     if path is not None:
         with suppress(ConfigError):
-            config, source = read_mapping(path)[0], path.name
+            config, source = read_document(path).accelerate or {}, path.name
     misspelt = _correct(config)
     for kind, flag in _KIND_FLAGS.items():
         if getattr(flags, flag, False):

@@ -104,16 +104,12 @@ def get_block(config: Mapping, name: str) -> Mapping:
 
 def read_document(path: Path) -> Document:
     """Read an accelerate YAML (or its JSON form) or a DeepSpeed JSON, or raise ConfigError."""
-    loaded, duplicates = read_mapping(path)
+    source = str(path)
+    loaded, duplicates = parse(_read_text(path, source), source, is_json=path.suffix == ".json")
     of_accelerate = {"distributed_type", "compute_environment", "deepspeed_config"}
     if path.suffix == ".json" and of_accelerate.isdisjoint(loaded):
         return Document(name=path.stem, deepspeed=loaded, duplicates=duplicates)
     return document_of(path.stem, loaded, duplicates)
-
-
-def read_mapping(path: Path) -> tuple[Mapping, tuple[str, ...]]:
-    """Read a YAML or JSON file, and its duplicate keys."""
-    return parse(_read_text(path, str(path)), str(path), is_json=path.suffix == ".json")
 
 
 def document_of(
