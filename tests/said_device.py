@@ -7,8 +7,6 @@ from trainer_plugins.units import GIB
 class SaidDevice:
     """A card of which a sixteenth is live and as much cached; `non_torch_bytes` may be set at any time."""
 
-    uuid = None
-
     def __init__(
         self, name: str = "cuda:0", non_torch_bytes: int = 0, total_bytes: int = 80 * GIB
     ) -> None:

@@ -65,7 +65,7 @@ def test_a_release_that_fails_is_said_once_and_training_goes_on(
     make_trainer, simgpu, caplog
 ) -> None:
     class Failing:
-        name, uuid = "failing:0", None
+        name = "failing:0"
 
         def __init__(self, reads: bool) -> None:
             self.inner, self.reads = open_device("simgpu"), reads

@@ -128,7 +128,6 @@ def test_what_is_opened(simgpu) -> None:
     assert isinstance(card, AcceleratorDevice)
     assert card.read_allocated_bytes() == card.read().allocated_bytes
     assert open_device("simgpu:0") is card  # so that its driver's failures are said once
-    assert open_device("simgpu").uuid == str(torch.simgpu.get_device_properties(0).uuid)  # type: ignore[attr-defined]
 
 
 def test_memory_of_another_process_is_neither_free_nor_ours(simgpu) -> None:

@@ -88,7 +88,7 @@ def _card(device: Device, reading: MemoryReading) -> CardFacts:
     if processes is not None:
         owners = tuple(owner_of(each, is_peer=each.pid in peers) for each in processes)
     return CardFacts(
-        uuid=device.uuid or device.name,
+        uuid=device.name,
         name=str(getattr(properties, "name", device.name)),
         reading=reading,
         owners=owners,

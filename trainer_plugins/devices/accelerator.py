@@ -77,10 +77,6 @@ class AcceleratorDevice:
         self._ask_nvml_at = 0.0 if self._uuid else inf
         self._ask_nvml_processes = True
 
-    @property
-    def uuid(self) -> str | None:
-        return self._nvml.uuid if self._nvml else self._uuid
-
     def read(self) -> MemoryReading:
         reserved_bytes = allocated_bytes = peak_bytes = num_retries = 0
         # torch creates its counters at the first allocation. torch.accelerator.memory_stats

@@ -20,10 +20,6 @@ class Device(Protocol):
     def name(self) -> str:
         """Return torch's name for it: `cuda:0`, `cpu`."""
 
-    @property
-    def uuid(self) -> str | None:
-        """Return the driver's name for it, the same in every process: `GPU-…`; None without one."""
-
     def read(self) -> MemoryReading:
         """Take a reading in microseconds, without allocating on the device or waiting for it."""
 

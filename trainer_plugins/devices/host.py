@@ -35,7 +35,6 @@ class HostDevice:
     # docs.kernel.org/admin-guide/cgroup-v1/memory.html, proc_pid_clear_refs(5).
 
     name = "cpu"
-    uuid = None
 
     def __init__(self, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> None:
         self._process: psutil.Process | None = None
