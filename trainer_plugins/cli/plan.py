@@ -114,7 +114,7 @@ def plan(
     Exit codes: 0 it fits, or no card was named; 3 it does not; 2 the input cannot be predicted.
     """
     with refuse_bad_input(PlanError):
-        _refuse_contradictions(answer)
+        _refuse_contradictions(answer, dry)
         command = command_in(context.args)
         if dry.dry_env and not command and run.model is None:
             print(f"torch's CUDA build is in {fetch(tell)}")
@@ -132,17 +132,17 @@ def plan(
     raise SystemExit(_EXIT_DOES_NOT_FIT if fits is False else 0)
 
 
-def _refuse_contradictions(answer: AnswerOptions) -> None:
+def _refuse_contradictions(answer: AnswerOptions, dry: DryOptions) -> None:
     """Refuse mutually exclusive options, and paths that cannot be written or read."""
-    html = answer.html
     if answer.search and answer.explain_change:
         raise PlanError("--search and --explain-change print different tables: choose one")
     if answer.search_lengths is not None and not answer.search:
         raise PlanError("--search-lengths needs --search")
-    if (answer.search or answer.explain_change) and (html or answer.calibrate):
+    if (answer.search or answer.explain_change) and (answer.html or answer.calibrate):
         raise PlanError("--html and --calibrate need a single plan, not a table of many")
-    if html is not None and (html.is_dir() or not html.absolute().parent.is_dir()):
-        raise PlanError(f"--html: {html} must be a file in an existing folder")
+    for flag, file in (("--html", answer.html), ("--snapshot", dry.snapshot)):
+        if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
+            raise PlanError(f"{flag}: {file} must be a file in an existing folder")
     if answer.calibrate is not None:
         timelines_of(answer.calibrate)
 
@@ -227,7 +227,8 @@ def variations_of_model(
         run = replace(run, calibration=False)
     if answer.search and run.gpu is None:
         raise PlanError("--search needs a card for the run to fit on: name one with --gpu")
-    _prepare(options)
+    if options.dry_env:
+        fetch(tell)
     found = []
     lengths: list[int | None] = [*_lengths_in(answer.search_lengths)]
     for length in lengths or [run.seq_length]:
@@ -250,7 +251,8 @@ def variations_of(
     """
     _refuse_said_twice(run)
     card = card_of(run.gpu) if run.gpu is not None else NO_CARD
-    _prepare(options)
+    if options.dry_env:
+        fetch(tell)
     asked = DryRun(
         command=assign_variables(command),
         card=add_measured_context(card) if run.calibration else card,
@@ -263,14 +265,6 @@ def variations_of(
         allowed=Allowed(writes=options.allow_writes, network=options.allow_network),
     )
     return Variations(asked, tell)
-
-
-def _prepare(options: DryOptions) -> None:
-    """Check that a snapshot can be kept, and fetch torch if asked."""
-    if options.snapshot is not None and not options.snapshot.absolute().parent.is_dir():
-        raise PlanError(f"--snapshot: {options.snapshot} must be a file in an existing folder")
-    if options.dry_env:
-        fetch(tell)
 
 
 def tell(line: str) -> None:
