@@ -95,7 +95,7 @@ def torch_library_command(compiler: str, source: Path, *flags: str) -> list[str]
     ]
 
 
-def compile_once(library: Path, command: Sequence[str], timeout_seconds: float) -> Path:
+def compile_once(library: Path, command: Sequence[str], timeout_seconds: float = 600) -> Path:
     """Run `command` with `-o library` unless the library exists, and return the library's path.
 
     One process builds while the others wait. The library appears complete or not at all. If the

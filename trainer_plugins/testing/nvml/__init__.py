@@ -33,7 +33,6 @@ COMPILER_FLAGS = (
     f"-Wl,-soname,{LIBRARY}",
     "-Wl,-z,nodelete",
 )
-_TIMEOUT_SECONDS = 600
 INIT_FUNCTIONS = ("nvmlInitWithFlags", "nvmlInit_v2", "nvmlInit")
 
 
@@ -264,4 +263,4 @@ def build() -> Path:
     if not compiler and not library.exists():
         raise RuntimeError(unavailable_reason())
     command = [*compiler, *COMPILER_FLAGS, str(SOURCE)]
-    return compile_once(library, command, _TIMEOUT_SECONDS)
+    return compile_once(library, command)

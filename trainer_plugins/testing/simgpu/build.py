@@ -9,7 +9,6 @@ from trainer_plugins import compiled
 
 _SOURCES = Path(__file__).parent
 _CARD_FILE = _SOURCES.parent / "card_file.h"
-_TIMEOUT_SECONDS = 600
 _SETTERS = {
     "simgpu_expandable": ctypes.c_int,
     "simgpu_fail_at": ctypes.c_uint64,
@@ -49,7 +48,7 @@ def built_library() -> Path:
     version = f"-DSIMGPU_TORCH_VERSION={int(major) * 100 + int(minor)}"
     command = compiled.torch_library_command(compiler or "", _SOURCES / "backend.cpp", version)
     try:
-        return compiled.compile_once(library, command, _TIMEOUT_SECONDS)
+        return compiled.compile_once(library, command)
     except compiled.CompileError as error:
         raise SimgpuUnavailable(
             f"simgpu cannot be built for torch {torch.__version__}: {error}"
