@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 from trainer_plugins.accumulation import Accumulation
 from trainer_plugins.allocator.machine import Machine
 from trainer_plugins.devices import GpuProcess, HostFacts
-from trainer_plugins.devices.nvml_cards import InstalledCard
+from trainer_plugins.devices.nvml import InstalledCard
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.launch.extensions import ExtensionLock
 from trainer_plugins.launch.lint.document import Document

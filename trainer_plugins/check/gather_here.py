@@ -13,8 +13,7 @@ import psutil
 from trainer_plugins.allocator.machine import gather_machine
 from trainer_plugins.check.facts import CardFacts, Facts, MainMemory, Notes, Owner
 from trainer_plugins.devices import GpuProcess, HostDevice, NvmlDevice, NvmlError
-from trainer_plugins.devices.nvml import NO_CARD
-from trainer_plugins.devices.nvml_cards import InstalledCard, list_cards
+from trainer_plugins.devices.nvml import NO_CARD, InstalledCard, list_cards
 from trainer_plugins.devices.patience import Patience
 from trainer_plugins.launch.extensions import read_locks
 from trainer_plugins.launch.masked import mask_command

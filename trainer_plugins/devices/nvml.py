@@ -1,8 +1,9 @@
-"""NvmlDevice: a card's memory as the driver reports it through NVML, and the driver's errors."""
+"""The driver's cards, the memory of each as NVML reports it, and the driver's errors."""
 
 import os
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -11,6 +12,7 @@ import pynvml  # importing it reads and starts nothing
 
 from trainer_plugins.devices.base import GpuProcess
 from trainer_plugins.reading import MemoryReading
+from trainer_plugins.units import size
 
 T = TypeVar("T")
 
@@ -32,7 +34,7 @@ class NvmlError(RuntimeError):
         return self.code is None or self.code in _EXPLANATIONS
 
 
-def explain_error(what: str, uuid: str, error: pynvml.NVMLError) -> NvmlError:
+def _explain(what: str, uuid: str, error: pynvml.NVMLError) -> NvmlError:
     """Translate pynvml's error into one with a remedy; `what` was asked of the card."""
     text = _EXPLANATIONS.get(error.value, _NO_ANSWER)
     bare_uuid = uuid.removeprefix("GPU-").removeprefix("MIG-")
@@ -199,7 +201,7 @@ class NvmlDevice:
         try:
             pynvml.nvmlInit()
         except pynvml.NVMLError as error:
-            raise explain_error("presence", self.uuid, error) from error
+            raise _explain("presence", self.uuid, error) from error
         try:
             self._handle = pynvml.nvmlDeviceGetHandleByUUID(self.uuid)
         except pynvml.NVMLError as error:
@@ -207,7 +209,7 @@ class NvmlDevice:
             # NVML's answer to a text that is not a UUID at all.
             if error.value == pynvml.NVML_ERROR_INVALID_ARGUMENT:
                 error = pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
-            raise explain_error("presence", self.uuid, error) from error
+            raise _explain("presence", self.uuid, error) from error
         self._opened_in_pid = os.getpid()
 
     def _ask(self, what: str, query: Callable[[object], T]) -> T:
@@ -220,7 +222,7 @@ class NvmlDevice:
             self._connect()  # other code in this process has shut NVML down once too often
             return query(self._handle)
         except pynvml.NVMLError as error:
-            raise explain_error(what, self.uuid, error) from error
+            raise _explain(what, self.uuid, error) from error
 
 
 def _process_name(pid: int) -> str | None:
@@ -230,3 +232,76 @@ def _process_name(pid: int) -> str | None:
     with suppress(pynvml.NVMLError, UnicodeDecodeError):
         return pynvml.nvmlSystemGetProcessName(pid) or None
     return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstalledCard:
+    """One card."""
+
+    uuid: str
+    name: str = ""
+    slices: tuple[str, ...] = ()  # UUIDs of its MIG slices
+    capability: tuple[int, int] | None = None  # compute capability; None if not reported
+    trouble: str = ""  # why the driver does not answer for it; empty if it does
+
+
+def driver_version() -> str:
+    """Return the version of the driver. Raises NvmlError if there is none."""
+    with _nvml("version", "the driver"):
+        return str(pynvml.nvmlSystemGetDriverVersion())
+
+
+def list_cards() -> tuple[InstalledCard, ...]:
+    """List the cards in PCI bus order. Raises NvmlError if the driver does not answer."""
+    with _nvml("number", "the cards"):
+        return tuple(_card(index) for index in range(pynvml.nvmlDeviceGetCount()))
+
+
+def cards_in_words() -> list[str]:
+    """Return the name, size and slices of each card, without identifying it."""
+    lines = []
+    for card in list_cards():
+        if card.trouble:
+            lines.append("a card for which the driver does not answer")
+            continue
+        line = card.name or "a card without a name"
+        with suppress(NvmlError):
+            line += f", {size(NvmlDevice(card.uuid).memory()[0])}"
+        lines.append(line + (f", {len(card.slices)} MIG slices" if card.slices else ""))
+    return lines
+
+
+@contextmanager
+def _nvml(what: str, uuid: str) -> Iterator[None]:
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        raise _explain("presence", uuid, error) from error
+    try:
+        yield
+    except pynvml.NVMLError as error:
+        raise _explain(what, uuid, error) from error
+    finally:
+        with suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
+
+
+def _card(index: int) -> InstalledCard:
+    try:
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        uuid = pynvml.nvmlDeviceGetUUID(handle)
+    except pynvml.NVMLError as error:
+        trouble = str(_explain("name", f"card {index}", error))
+        return InstalledCard(uuid=f"card {index}", trouble=trouble)
+    name, capability, slices = "", None, []
+    with suppress(pynvml.NVMLError, UnicodeDecodeError):
+        name = pynvml.nvmlDeviceGetName(handle)
+    with suppress(pynvml.NVMLError):
+        major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+        capability = (int(major), int(minor))
+    with suppress(pynvml.NVMLError):
+        for number in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+            with suppress(pynvml.NVMLError_NotFound):
+                part = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
+                slices.append(pynvml.nvmlDeviceGetUUID(part))
+    return InstalledCard(uuid=uuid, name=name, capability=capability, slices=tuple(slices))

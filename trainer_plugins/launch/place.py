@@ -15,8 +15,7 @@ import psutil
 from trainer_plugins.allocator.machine import gather_machine
 from trainer_plugins.allocator.variables import pick
 from trainer_plugins.devices import HostDevice
-from trainer_plugins.devices.nvml import NvmlError
-from trainer_plugins.devices.nvml_cards import cards_in_words, driver_version
+from trainer_plugins.devices.nvml import NvmlError, cards_in_words, driver_version
 from trainer_plugins.launch.masked import mask_text
 from trainer_plugins.record.run_facts import Place, RunFacts
 
