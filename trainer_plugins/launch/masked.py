@@ -7,7 +7,7 @@ lists. In free text, such as an error, we hide everything that looks like a secr
 import os
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from enum import Enum
 from inspect import Parameter, signature
 
@@ -177,17 +177,12 @@ def _value(
 def _arguments() -> Mapping[str, Parameter]:
     """Return the fields of all TrainingArguments classes that this process has imported."""
     module = sys.modules.get("transformers.training_args")
+    kinds: list[type] = [module.TrainingArguments] if module else []
     found: dict[str, Parameter] = {}
-    for kind in _walk_subclasses(module.TrainingArguments) if module else ():
+    for kind in kinds:
+        kinds += kind.__subclasses__()
         found |= list_declared(kind)
     return found
-
-
-def _walk_subclasses(kind: type) -> Iterator[type]:
-    yield kind
-    each: type
-    for each in kind.__subclasses__():
-        yield from _walk_subclasses(each)
 
 
 def _shorten_home(text: str) -> str:
