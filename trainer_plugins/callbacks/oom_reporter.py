@@ -189,13 +189,9 @@ def _is_first(folder: Path, began_seconds: float) -> bool:
 
 def _select_this_run(timeline: Timeline) -> tuple[MemoryReading, ...]:
     """Return the readings since training last began; one file may hold several runs."""
-    readings: list[MemoryReading] = []
-    for each in timeline:
-        if isinstance(each, Sample):
-            if each.moment == "begin":
-                readings.clear()
-            readings.append(each.reading)
-    return tuple(readings)
+    samples = [each for each in timeline if isinstance(each, Sample)]
+    first = max((at for at, each in enumerate(samples) if each.moment == "begin"), default=0)
+    return tuple(each.reading for each in samples[first:])
 
 
 def _report_errors(
