@@ -257,18 +257,16 @@ def list_cards() -> tuple[InstalledCard, ...]:
         return tuple(_card(index) for index in range(pynvml.nvmlDeviceGetCount()))
 
 
-def cards_in_words() -> list[str]:
-    """Return the name, size and slices of each card, without identifying it."""
-    lines = []
+def cards_in_words() -> Iterator[str]:
+    """Yield the name, size and slices of each card, without identifying it."""
     for card in list_cards():
         if card.trouble:
-            lines.append("a card for which the driver does not answer")
+            yield "a card for which the driver does not answer"
             continue
         line = card.name or "a card without a name"
         with suppress(NvmlError):
             line += f", {size(NvmlDevice(card.uuid).memory()[0])}"
-        lines.append(line + (f", {len(card.slices)} MIG slices" if card.slices else ""))
-    return lines
+        yield line + (f", {len(card.slices)} MIG slices" if card.slices else "")
 
 
 @contextmanager

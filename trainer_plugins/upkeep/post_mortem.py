@@ -113,7 +113,7 @@ def make_record(
         readings=readings[-_NUM_READINGS:],
         alive=None if reading is None else try_read(partial(count_alive, reading), None),
         processes=try_read(lambda: _processes(device), None),
-        peers=try_read(lambda: _peers(folder, run.rank), ()),
+        peers=try_read(lambda: tuple(_peers(folder, run.rank)), ()),
         host=try_read(_host, None),
         snapshot=snapshot,
         plan=plan,
@@ -162,8 +162,7 @@ def _host() -> Host:
     )
 
 
-def _peers(folder: Path, rank: int) -> tuple[Peer, ...]:
-    found = []
+def _peers(folder: Path, rank: int) -> Iterator[Peer]:
     for other, path in rank_files(folder).items():
         if other == rank or not path.is_file():
             continue
@@ -172,12 +171,9 @@ def _peers(folder: Path, rank: int) -> tuple[Peer, ...]:
             lines = [read for line in file.read().splitlines() if (read := from_line(line))]
         if lines:
             entry = lines[-1][1]
-            found.append(
-                Peer(
-                    rank=other,
-                    step=entry.step,
-                    time_seconds=entry.time_seconds,
-                    moment=entry.moment if isinstance(entry, Sample) else "",
-                )
+            yield Peer(
+                rank=other,
+                step=entry.step,
+                time_seconds=entry.time_seconds,
+                moment=entry.moment if isinstance(entry, Sample) else "",
             )
-    return tuple(found)

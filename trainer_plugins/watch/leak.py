@@ -1,6 +1,6 @@
 """Finds leaks: which kind of memory rises from step to step, and how many steps remain."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 from statistics import median
@@ -144,9 +144,8 @@ def leaks(
     host: MemoryReading,
     *,
     is_expandable: bool = False,
-) -> list[Finding]:
+) -> Iterator[Finding]:
     """Report the results of `growths`, with a remedy for each kind of memory."""
-    found = []
     for growth in growths(window, card, host):
         what, remedy = KINDS[growth.kind]
         end, why, is_urgent = "out of memory", "", growth.steps_left <= WINDOW
@@ -154,7 +153,7 @@ def leaks(
             end, is_urgent = "the allocator has to flush it and retry", False
             why = "; lengths that never repeat fragment it"
             remedy = against_fragmentation(is_expandable)
-        leak = Finding(
+        yield Finding(
             code=f"leak-{growth.kind.replace('_', '-')}",
             severity=Severity.ERROR if is_urgent else Severity.WARNING,
             summary=f"{what} in each step: {end} in about {growth.steps_left} steps",
@@ -170,8 +169,6 @@ def leaks(
                 "steps_left": growth.steps_left,
             },
         )
-        found.append(leak)
-    return found
 
 
 def _count_gaps(rising: list[Growth], card: MemoryReading) -> list[Growth]:

@@ -211,9 +211,9 @@ class MemoryWatch:
             return []
         host = self._host_reading
         found = leaks(self._footprints, reading, host, is_expandable=self._is_expandable)
-        if self._growing_at:  # often enough to look like steps
-            found = [each for each in found if each.code != "leak-tensors"]
         news = [each for each in found if self._is_news(each)]
+        if self._growing_at:  # often enough to look like steps
+            news = [each for each in news if each.code != "leak-tensors"]
         if self.teller is None or not news:
             return self._report(news, step)
         self.teller.begin()
