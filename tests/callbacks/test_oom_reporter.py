@@ -92,6 +92,15 @@ def test_a_training_that_dies_says_when_why_and_what_was_alive(
     ]
 
 
+def test_the_readings_are_those_of_the_run_that_died(make_trainer, small, tmp_path) -> None:
+    earlier = make_trainer(MemoryWatchdog(), OOMReporter())  # kept, and with it their timeline
+    earlier.train()
+    died(long_rows(make_trainer(MemoryWatchdog(), OOMReporter(), **TOO_MANY)))
+
+    (record,) = records(tmp_path)
+    assert len(record.readings) == 1  # at the beginning: it died in its first step
+
+
 def test_what_is_alive_is_counted_by_category_and_the_largest_has_its_holder(
     make_trainer, small, tmp_path
 ) -> None:
