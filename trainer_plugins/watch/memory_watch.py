@@ -236,15 +236,15 @@ class MemoryWatch:
         if len(rises) < RISES_AT_MOMENTS - LOOKS_TO_NAME:
             self._growing_at.discard(moment)
             self._num_to_name.pop(moment, None)
-        if not rises or self._unnamed or self.device is self._host:
+            return []
+        if self._unnamed or self.device is self._host:
             return []
         found = leak_at(moment, rises, reading, step)
         if moment not in self._num_to_name:
-            if len(rises) < RISES_AT_MOMENTS - LOOKS_TO_NAME or not self._is_news(found):
-                return []
-            self._num_to_name[moment] = LOOKS_TO_NAME
-            if self.teller is not None:
-                self.teller.begin()
+            if self._is_news(found):
+                self._num_to_name[moment] = LOOKS_TO_NAME
+                if self.teller is not None:
+                    self.teller.begin()
             return []
         self._num_to_name[moment] -= 1
         if self._num_to_name[moment]:
