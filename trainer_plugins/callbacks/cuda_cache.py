@@ -68,13 +68,12 @@ class CudaCacheCallback(RunCallback):
     def on_step_end(self, args: HfArguments, state: HfState, *_: object, **__: object) -> None:
         if self._release is None or state.global_step % self.interval:
             return
-        flush = None
         with self.harmless():
             flush = self._release.consider(state.global_step, "interval")
-        if flush is not None:
-            logger.info(
-                "step %d: released %s of cached memory in %.1f ms",
-                flush.step,
-                size(flush.released_bytes),
-                flush.seconds * 1000,
-            )
+            if flush is not None:
+                logger.info(
+                    "step %d: released %s of cached memory in %.1f ms",
+                    flush.step,
+                    size(flush.released_bytes),
+                    flush.seconds * 1000,
+                )

@@ -104,12 +104,11 @@ class MemoryWatchdog(EvaluationCallback):
         if is_due or control.should_evaluate or control.should_save:
             self._look(args, state, "train")
         super().on_step_end(args, state, control, **event)
-        worst = None
         if self._stop_vote is not None and is_due:
             with self.harmless():
                 worst = self._stop_vote.highest(self._worst, state.global_step)
-        if worst is not None and worst >= Severity.ERROR:
-            control.should_save = control.should_training_stop = True
+                if worst is not None and worst >= Severity.ERROR:
+                    control.should_save = control.should_training_stop = True
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
