@@ -43,6 +43,12 @@ class Stages:
 Stages().run()
 """,
 }
+_EVALUATES = """
+trainer = Trainer(
+    model=model, args=args, train_dataset=rows[:4], eval_dataset=rows * 8, data_collator=padded
+)
+trainer.train()
+"""
 _SEARCH = """
 from transformers import AutoConfig
 
@@ -66,6 +72,28 @@ while True:
     except torch.OutOfMemoryError:
         args.per_device_train_batch_size //= 2
 """
+
+
+@pytest.mark.parametrize(
+    ("then", "is_counted"),
+    [
+        ("metrics = trainer.evaluate()", True),
+        ("if args.do_predict:\n    trainer.predict(rows)", False),
+        ("if args.do_eval:\n    trainer.predict(rows)", True),
+    ],
+)
+def test_an_evaluation_after_the_training_counts(
+    tmp_path: Path, then: str, is_counted: bool
+) -> None:
+    """Two batches of evaluation are larger than the four rows of 32 tokens that train."""
+    program = _TRAINING.replace("per_device_eval_batch_size=2", "per_device_eval_batch_size=16")
+    plan = plan_of(place(tmp_path, program + _EVALUATES + then), "--gpu", "24GiB")
+    where = "during evaluation" if is_counted else "in the backward pass"
+    assert verdict(plan).endswith(where)
+    assert ("evaluation" in plan.moments) is is_counted
+    line = 1 + (tmp_path / "train.py").read_text().splitlines().index(then.splitlines()[-1])
+    said = f"the evaluation in train.py:{line} counts as one while training"
+    assert (said in plan.assumptions) is is_counted
 
 
 @pytest.mark.parametrize("program", _PROGRAMS)

@@ -1,4 +1,4 @@
-"""Finds out whether a program will train again, from its code, and lets it come to that."""
+"""Finds out from its code what a program does after a training, and lets it train again."""
 
 import dis
 import inspect
@@ -19,6 +19,26 @@ _GOES_ON_TIMES = 3
 _OF_A_LIBRARY = ("/site-packages/", "/dist-packages/")
 
 
+_EVALUATE = {"evaluate": "do_eval", "predict": "do_predict"}
+"""Methods, and the argument that switches each off where the code asks for it."""
+
+
+def find_later_evaluation(frame: FrameType | None, args: object) -> str | None:
+    """Return where a function on the stack evaluates or predicts later; None if nowhere.
+
+    A script that names `do_eval` or `do_predict` evaluates only if the argument is true.
+    """
+    while frame is not None:
+        for each in dis.get_instructions(frame.f_code):
+            switch = _EVALUATE.get(each.argval) if _is_attribute(each) else None
+            if switch is None or each.offset <= frame.f_lasti:
+                continue
+            if switch not in frame.f_code.co_names or getattr(args, switch):
+                return _place(frame, each)
+        frame = frame.f_back
+    return None
+
+
 def find_later_training(frame: FrameType | None) -> str | None:
     """Return where a function on the stack may train again; None if nowhere.
 
@@ -29,13 +49,21 @@ def find_later_training(frame: FrameType | None) -> str | None:
         names = {**frame.f_globals, **vars(type(frame.f_locals.get("self"))), **frame.f_locals}
         for each in dis.get_instructions(frame.f_code):
             if each.offset > frame.f_lasti and _trains(each, frame.f_lasti, names):
-                place = getattr(each, "positions", None)  # not in Python 3.10
-                line = place.lineno if place else ""
-                if each.opcode in _JUMPS:
-                    line = frame.f_lineno  # will run again
-                return f"{Path(frame.f_code.co_filename).name}:{line}"
+                return _place(frame, each)
         frame = frame.f_back
     return None
+
+
+def _place(frame: FrameType, each: dis.Instruction) -> str:
+    place = getattr(each, "positions", None)  # not in Python 3.10
+    line = place.lineno if place else ""
+    if each.opcode in _JUMPS:
+        line = frame.f_lineno  # will run again
+    return f"{Path(frame.f_code.co_filename).name}:{line}"
+
+
+def _is_attribute(each: dis.Instruction) -> bool:
+    return each.opname in ("LOAD_ATTR", "LOAD_METHOD")
 
 
 def _trains(each: dis.Instruction, now: int, names: Mapping[str, Any]) -> bool:
@@ -44,8 +72,9 @@ def _trains(each: dis.Instruction, now: int, names: Mapping[str, Any]) -> bool:
         return each.argval <= now and each.opname != "JUMP_BACKWARD_NO_INTERRUPT"
     if not each.opname.startswith("LOAD_") or not isinstance(each.argval, str):
         return False
-    is_attribute = each.opname in ("LOAD_ATTR", "LOAD_METHOD")
-    return (is_attribute and each.argval == "train") or _calls_train(names.get(each.argval), [])
+    return (_is_attribute(each) and each.argval == "train") or _calls_train(
+        names.get(each.argval), []
+    )
 
 
 def _calls_train(function: object, known: list[object]) -> bool:

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from types import FrameType
 from typing import Any
 
 import psutil
@@ -22,7 +23,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from trainer_plugins.accumulation.effect import judge_accumulation
 from trainer_plugins.inside import alone
-from trainer_plugins.inside.later import Waiting, find_later_training
+from trainer_plugins.inside.later import Waiting, find_later_evaluation, find_later_training
 from trainer_plugins.inside.named import Namer, count_parameters
 from trainer_plugins.inside.process import host_peak, say
 from trainer_plugins.inside.seen import MOST_EVENTS, Seen, find_peak, write, write_results
@@ -131,13 +132,13 @@ def watch_trainers() -> None:
         waiting.interrupt(self.args.world_size)
         if (trial := kwargs.get("trial")) is not None:
             prepare_trial(self, trial)
-        observer = _Observer(self, notes)
+        observer, caller = _Observer(self, notes), sys._getframe(1)
         try:
-            result = observer.run(functools.partial(train, self))
+            result = observer.run(functools.partial(train, self), caller)
         except torch.OutOfMemoryError:
             observer.write(died=True)
             raise
-        later = find_later_training(sys._getframe(1))
+        later = find_later_training(caller)
         observer.write(missed=later or "")
         if later and waiting.begin():
             say(f"the program continues, up to the training in {later}")
@@ -208,14 +209,14 @@ class _Observer:
             self._peak_before = 0 if before._seen.died else find_peak(before._seen.moments)
             self._trainers = [*before._trainers[-1:], *self._trainers]
 
-    def run(self, train: Callable[[], object]) -> object:
-        """Train; then evaluate, save and resume, as the arguments request."""
+    def run(self, train: Callable[[], object], caller: FrameType) -> object:
+        """Train; then evaluate, save and resume, as the arguments and the calling code request."""
         from trainer_plugins.inside.batches import Batches
         from trainer_plugins.inside.shortened import OnceInTheEnd, take_the_longest_rows
 
         trainer, args = self._trainer, self._trainer.args
         trains = _RESUMES not in os.environ
-        evaluates = trains and args.eval_strategy != "no" and trainer.eval_dataset is not None
+        evaluates = trains and self._evaluates(caller)
         saves = trains and args.save_strategy != "no"
         resumes = args.save_strategy != "no" and not args.save_only_model
         args.max_steps = int(os.environ["TRAINER_PLUGINS_DRY_STEPS"])
@@ -232,6 +233,16 @@ class _Observer:
         if resumes and self._is_saved:
             self._resume(train)
         return result
+
+    def _evaluates(self, caller: FrameType) -> bool:
+        if self._trainer.eval_dataset is None:
+            return False
+        if self._trainer.args.eval_strategy != "no":
+            return True
+        later = find_later_evaluation(caller, self._trainer.args)
+        if later is not None:
+            self._seen.notes.append(f"the evaluation in {later} counts as one while training")
+        return later is not None
 
     def _resume(self, train: Callable[..., object]) -> None:
         """Train one more step from the checkpoint, like a process that has just loaded it."""
