@@ -17,14 +17,16 @@ from trainer_plugins.explain.text.followed import is_followed
 from trainer_plugins.explain.text.frameworks import spell_for
 from trainer_plugins.explain.text.remedies import applies
 from trainer_plugins.explain.text.remedies.filled import FILLED, WANTED_CARD, uses_trainer
-from trainer_plugins.explain.text.remedies.less_states import (
-    keep_on_cards,
-    list_too_weak,
-    shrink_states,
+from trainer_plugins.explain.text.states import (
+    FOUR_BIT_BYTES,
+    ROOM,
+    States,
+    copies_weights,
+    read_states,
 )
-from trainer_plugins.explain.text.states import copies_weights, read_states
 from trainer_plugins.explain.text.text_facts import TextFacts
 from trainer_plugins.explain.text.told import ASKS_NEED
+from trainer_plugins.units import size
 
 # Which advice leads where the text shows more than the cause.
 _LEADS: tuple[tuple[str, Advice, applies.Test], ...] = (
@@ -75,6 +77,7 @@ _LEADS: tuple[tuple[str, Advice, applies.Test], ...] = (
         applies.says(r"dataloader_num_workers\W{1,3}(?:[2-9]\d|\d{3})"),
     ),
 )
+_NUM_BYTES_OFFLOADED = 4  # of a parameter on the card: its weight and its gradient
 _OF_THE_TRAINER = (Door.TRAINER, Door.ARGUMENTS, Door.TRL)
 
 
@@ -92,15 +95,69 @@ def _offer(code: str, facts: TextFacts) -> Iterator[Remedy]:
     too_weak: set[Advice] = set()
     states = read_states(facts)
     if code in ("host-kill", "host-limit"):
-        yield from keep_on_cards(states, facts)
+        yield from _keep_on_cards(states, facts)
     is_of_states = code in ("optimizer-state", "load-too-large")
     # A traceback shows a place; without one, the states are the best guess at a full card.
     if is_of_states or (code == "capacity" and not facts.frames):
-        too_weak = list_too_weak(states)
+        too_weak = _list_too_weak(states)
         if states is not None and states.may_shrink:
-            yield from shrink_states(states, facts, lambda one: _applies(one, code, facts))
+            yield from _shrink_states(states, code, facts)
     order = [one for one in _order(code, facts) if one not in too_weak]
     yield from choose_remedies(code, order, facts)
+
+
+def _shrink_states(states: States, code: str, facts: TextFacts) -> Iterator[Remedy]:
+    """Yield what makes the states fit, the cheapest to do first."""
+    if not states.billions:
+        without = (advice.SHARD_THE_RUN,) * states.could_be_sharded + (advice.ADAPTER,)
+        yield from (remedy(one, spell_for(one, facts)) for one in without)
+        return
+    now = states.count_bytes()
+    fits, found = ROOM * states.room_bytes, False
+    for one, num_bytes in _count_with(states):
+        # The others depend on a place in the traceback, which such a text has not.
+        applies = one is not advice.FOUR_BITS or _applies(one, code, facts)
+        if num_bytes < min(now, fits) and applies:
+            effect, found = f"{size(num_bytes)} instead of {size(now)} a card: {one.effect}", True
+            yield remedy(one, spell_for(one, facts), effect, by_arithmetic=True)
+    if not found and states.stage < 3:
+        yield remedy(advice.SHARD_THE_RUN, spell_for(advice.SHARD_THE_RUN, facts))
+
+
+def _keep_on_cards(states: States | None, facts: TextFacts) -> Iterator[Remedy]:
+    """Yield sharding without offload, where offload filled main memory and the cards have room."""
+    if states is None or not (states.billions and states.is_full and states.is_offloaded):
+        return
+    shard = states._replace(stage=3).count_bytes()
+    if shard < ROOM * (states.card_bytes or 0):
+        effect = f"{size(shard)} a card: shards the states over the cards' memory, without offload"
+        spelled = spell_for(advice.SHARD_THE_RUN, facts)
+        yield remedy(advice.SHARD_THE_RUN, spelled, effect, by_arithmetic=True)
+
+
+def _list_too_weak(states: States | None) -> set[Advice]:
+    """List what does not make too large states fit, by the same arithmetic."""
+    if states is None or not states.are_too_large:
+        return set()
+    fits = ROOM * states.room_bytes
+    weak = {one for one, num_bytes in _count_with(states) if num_bytes >= fits}
+    return weak | {advice.FUSED_ADAMW if states.is_full else advice.HALF_PRECISION_WEIGHTS}
+
+
+def _count_with(states: States) -> Iterator[tuple[Advice, int]]:
+    """Yield the size of the states of one card with each advice, the cheapest to do first."""
+    if states.num_ranks > 1 and states.stage < 3:
+        yield advice.SHARD_THE_RUN, states._replace(stage=3).count_bytes()
+    if states.is_full:
+        if not states.stage:
+            yield advice.EIGHT_BIT_ADAMW, states.count_bytes(moments=2)
+            yield advice.ADAFACTOR, states.count_bytes(moments=0)
+        left = states.billions * 1e9 * _NUM_BYTES_OFFLOADED / states.num_ranks
+        yield advice.OFFLOAD_OPTIMIZER, int(left)
+        yield advice.ADAPTER, states._replace(is_full=False).count_bytes()
+    if states.is_full or states.weight_bytes > 1:
+        four_bits = states._replace(is_full=False, weight_bytes=FOUR_BIT_BYTES)
+        yield advice.FOUR_BITS, four_bits.count_bytes()
 
 
 def choose_remedies(code: str, order: Iterable[Advice], facts: TextFacts) -> Iterator[Remedy]:
