@@ -15,6 +15,7 @@ class OomFacts:
     where: str | None = None  # its moment: `step 3 (train, forward)`
     moment: str = ""  # what asked for memory, as the judges name it: `save`
     part: str = ""  # the part of a step that asked: `optimizer`
+    work: str = ""  # the same by a snapshot, whose blocks themselves may show more
     place: str | None = None  # the line that asked
     num_rows: int | None = None  # of the failing batch
     num_tokens: int | None = None

@@ -17,7 +17,7 @@ _BATCH = "the batch was {num_rows} x {num_tokens} tokens"
 _LOGITS = "logits and loss already held {logits_bytes}"
 _HAPPENED = "it happened in {where}; the request was {requested_bytes}"
 _STATES = "parameters held {parameter_bytes}, gradients {gradient_bytes}, states {states_bytes}"
-# The cause that the run's work shows, and its evidence, by `OomFacts.moment` and `OomFacts.part`.
+# The cause that the work of a run shows, and its evidence: `moment`, `part` or `work` of the facts.
 _OF_WORK: Mapping[str, tuple[str, ...]] = {
     "resume": (
         "resume-load",
@@ -59,16 +59,9 @@ _OF_WORK: Mapping[str, tuple[str, ...]] = {
 _LIKELY = ("load", "gather", "logits")
 
 
-def causes_of(facts: OomFacts, first: tuple[str, ...] = ()) -> tuple[Cause, ...]:
-    """Return the causes that the facts show, the decisive one first; at least one.
-
-    Args:
-        facts: the facts.
-        first: codes that lead whatever else is shown, the first of them first.
-    """
+def causes_of(facts: OomFacts) -> tuple[Cause, ...]:
+    """Return the causes that the facts show, the decisive one first; at least one."""
     found = [one for judge in JUDGES if (one := judge(facts)) is not None]
-    rank = {code: at for at, code in enumerate(first)}
-    found.sort(key=lambda each: rank.get(each.code, len(first)))
     shown = [each for each in found if each.grade != "possible"]
     if not shown or (facts.missing_bytes or 0) > 0:
         shown.append(_capacity(facts))
@@ -266,5 +259,6 @@ JUDGES: tuple[Callable[[OomFacts], Cause | None], ...] = (
     _quadratic,
     _logits,
     _long_sample,
+    lambda facts: _work(facts, facts.work),
     _second_model,
 )  # the first match leads; the others follow as also possible

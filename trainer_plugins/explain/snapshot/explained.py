@@ -11,7 +11,7 @@ from trainer_plugins.allocator.model import SMALL_BYTES, round_size
 from trainer_plugins.explain.answer import Allocation, Cause, Explanation, Numbers, Remedy
 from trainer_plugins.explain.judges import causes_of
 from trainer_plugins.explain.shared import add_numbers, cause, insert_sentence, remedy, say
-from trainer_plugins.explain.snapshot.fill_facts import FIRST, facts_of
+from trainer_plugins.explain.snapshot.fill_facts import facts_of
 from trainer_plugins.explain.snapshot.remedies import Tries, try_changes
 from trainer_plugins.printable import printable
 from trainer_plugins.record.shown import Frame
@@ -59,7 +59,7 @@ def _judge(case: SnapshotCase, tries: Tries, numbers: Numbers) -> tuple[Cause, .
         facts,
         numbers,
     )
-    first, *others = (facts.error,) if facts.error is not None else causes_of(facts, FIRST)
+    first, *others = (facts.error,) if facts.error is not None else causes_of(facts)
     return (insert_sentence(first, asked, at=0), *others)
 
 

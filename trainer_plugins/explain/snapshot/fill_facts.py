@@ -12,9 +12,7 @@ from trainer_plugins.snapshot.lives import BEFORE
 from trainer_plugins.snapshot.oom import Oom, SnapshotCase, sum_reserved
 from trainer_plugins.units import GIB, percent
 
-# What the blocks themselves show comes before what the failing request shows.
-FIRST = ("foreign", "leak", "fragmentation", "long-sample", "logits-loss")
-_PARTS = {
+_WORK = {
     "evaluation": "outputs",
     "gathering": "gather",
     "generation": "generate",
@@ -33,7 +31,7 @@ def facts_of(case: SnapshotCase, oom: Oom, tries: Tries, stated: Numbers) -> Oom
     facts = OomFacts(
         numbers=replace(stated, capacity_bytes=case.capacity_bytes),
         error=_judge_request(oom),
-        part="logits" if work != "loss" and is_of_logits else _PARTS.get(work, ""),
+        work="logits" if work != "loss" and is_of_logits else _WORK.get(work, ""),
         place=case.request.place,
         parameter_bytes=held.get("parameters", 0),
         gradient_bytes=held.get("gradients", 0),
