@@ -13,9 +13,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer_plugins.explain.snapshot import NotReadableError, explain_snapshot
+from trainer_plugins.explain.snapshot import explain_snapshot
 from trainer_plugins.report.html.snapshot_page import snapshot_page
 from trainer_plugins.snapshot.oom import SnapshotCase
+from trainer_plugins.snapshot.pickled import NotReadableError
 from trainer_plugins.units import size
 
 _MOST_CATEGORIES = 3

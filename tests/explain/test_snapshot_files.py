@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tests.explain.recorded import FORWARD, MADE, RecordedCard
-from trainer_plugins.explain.snapshot import NotReadableError, compare_snapshots, explain_snapshot
+from trainer_plugins.explain.snapshot import compare_snapshots, explain_snapshot
 from trainer_plugins.snapshot.oom import case_of
-from trainer_plugins.snapshot.pickled import LARGEST_BYTES
+from trainer_plugins.snapshot.pickled import LARGEST_BYTES, NotReadableError
 from trainer_plugins.units import GIB, MIB
 
 

@@ -1,4 +1,9 @@
-"""Explain why the last run of a folder ran out of memory, from the files it wrote."""
+"""Explain why the last run of a folder ran out of memory, from the files it wrote.
+
+The causes are judged in `trainer_plugins/explain/judges.py`, by the facts that
+`trainer_plugins/explain/run/fill_facts.py` reads; the numbers of remedies are computed in
+`trainer_plugins/explain/run/remedies.py`.
+"""
 
 import re
 from collections.abc import Sequence

@@ -1,4 +1,10 @@
-"""Explain a snapshot, or the growth between two, by category and by source line."""
+"""Explain a snapshot, or the growth between two, by category and by source line.
+
+The causes are judged in `trainer_plugins/explain/judges.py`, by the facts that
+`trainer_plugins/explain/snapshot/fill_facts.py` reads. The replayed changes are in
+`trainer_plugins/explain/snapshot/remedies.py`, and the frames of a library in
+`trainer_plugins/snapshot/stacks.py`.
+"""
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
