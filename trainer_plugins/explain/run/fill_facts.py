@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from trainer_plugins.explain.answer import Cause
-from trainer_plugins.explain.facts import OomFacts
+from trainer_plugins.explain.judges import OomFacts
 from trainer_plugins.explain.run.case import WARM_UP_STEPS, Case
 from trainer_plugins.explain.shared import are_alike, insert_sentence
 from trainer_plugins.explain.sizes import is_size_of, match_tokens

@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import replace
 
 from trainer_plugins.explain.answer import Cause, Numbers
-from trainer_plugins.explain.facts import OomFacts
+from trainer_plugins.explain.judges import OomFacts
 from trainer_plugins.explain.shared import cause
 from trainer_plugins.explain.snapshot.remedies import Tries, find_leaked_lives
 from trainer_plugins.snapshot.held import WORDS

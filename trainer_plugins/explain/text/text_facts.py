@@ -10,10 +10,9 @@ from trainer_plugins.advice.vendors import CUDA, CUDA_ON_WINDOWS, VENDORS, Vendo
 from trainer_plugins.explain.answer import Cause, Numbers
 from trainer_plugins.explain.progress import read_progress
 from trainer_plugins.explain.shared import Said, quote, say
-from trainer_plugins.explain.text.command import find_launch
 from trainer_plugins.explain.text.excerpt import Excerpt
 from trainer_plugins.explain.text.frames import TracebackFrame, frames_around
-from trainer_plugins.explain.text.settings import Settings
+from trainer_plugins.explain.text.settings import Settings, find_launch
 from trainer_plugins.oom import OutOfMemory
 from trainer_plugins.planner.public_models import Model, find_model
 from trainer_plugins.record.shown import Process
