@@ -10,7 +10,7 @@ from tests.explain.test_snapshot import in_pieces, train
 from tests.report.drawn import Read, loads_nothing
 from trainer_plugins.allocator.model import AllocatorFull
 from trainer_plugins.cli import app
-from trainer_plugins.report.html.snapshot_data import snapshot_data
+from trainer_plugins.report.html.snapshot_page import snapshot_data
 from trainer_plugins.snapshot.oom import SnapshotCase, case_of, sum_reserved
 from trainer_plugins.snapshot.trace import ranges_after
 from trainer_plugins.units import GIB, MIB

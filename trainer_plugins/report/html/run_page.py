@@ -29,7 +29,7 @@ from trainer_plugins.report.html.memory_chart import (
 )
 from trainer_plugins.report.html.page import Page, page
 from trainer_plugins.report.html.plan_page import plan_page
-from trainer_plugins.report.html.snapshot_data import snapshot_data
+from trainer_plugins.report.html.snapshot_page import snapshot_data
 from trainer_plugins.report.summary import (
     SLACK_SECONDS,
     RankPeaks,
