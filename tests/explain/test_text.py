@@ -457,6 +457,13 @@ def test_of_a_large_log_the_head_and_the_end_are_read_and_it_is_said(where: str)
     assert "were not read" in answer.unknown[-1]
 
 
+def test_of_a_large_log_without_an_oom_it_is_said_too() -> None:
+    answer = explain_log(io.BytesIO(STEPS * 18 + b"slurmstepd: *** CANCELLED AT 12:00\n"), "a log")
+
+    assert answer.causes[0].code == "not-an-oom"
+    assert "were not read" in answer.unknown[-1]
+
+
 def packed(*parts: tuple[bytes, int]) -> bytes:
     """Pack a log with gzip without holding it: each part as often as it says."""
     packer = zlib.compressobj(1, wbits=31)

@@ -152,9 +152,9 @@ class Remedy:
 class Explanation:
     """Explains an out-of-memory error."""
 
-    subject: str  # the source: a file, standard input, a run directory
-    causes: tuple[Cause, ...]  # the first is the answer; empty if no OOM was found
-    remedies: tuple[Remedy, ...]  # the first is the one to try first
+    subject: str = ""  # the source: a file, standard input, a run directory
+    causes: tuple[Cause, ...] = ()  # the first is the answer; empty if no OOM was found
+    remedies: tuple[Remedy, ...] = ()  # the first is the one to try first
     facts: tuple[str, ...] = ()  # other known facts: numbers, categories, the largest tensors
     unknown: tuple[str, ...] = ()  # open questions, with the reason
     numbers: Numbers = field(default_factory=Numbers)

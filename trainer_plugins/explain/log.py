@@ -149,13 +149,18 @@ def explain_log(stream: BinaryIO, subject: str, predicts: bool = False) -> Expla
                 found = explain_record(record, folder, predicts)
                 where = printable(f"the log names the record of its run, used here: {path}")
                 return replace(found, subject=printable(subject), facts=(where, *found.facts))
-    found = _explain_excerpt(excerpt, subject, predicts)
+    found = _explain_excerpt(excerpt, predicts)
+    unread = (
+        f"part of the file: {excerpt.not_read} were not read; give only the part with the error if"
+        " it is there",
+    )
     lost = tuple(
         f"the run's own record: the log names {printable(each.record)}, which is not here, or"
         " belongs to another run; run explain where it is"
         for each in named
     )
-    return replace(found, unknown=(*found.unknown, *lost))
+    unknown = (*found.unknown, *(unread if excerpt.not_read else ()), *lost)
+    return replace(found, subject=subject, unknown=unknown)
 
 
 def _find_named_records(excerpt: Excerpt) -> Iterator[_NamedRecord]:
@@ -176,18 +181,17 @@ def _places(named: _NamedRecord, folder: Path) -> Iterator[tuple[Path, Path]]:
     yield place / Path(named.record).name, output_dir_of(place)
 
 
-def _explain_excerpt(excerpt: Excerpt, subject: str, predicts: bool = False) -> Explanation:
+def _explain_excerpt(excerpt: Excerpt, predicts: bool = False) -> Explanation:
     """Explain the findings in a log, or report that it has no OOM (no causes)."""
     if excerpt.oom is None or _was_stopped(excerpt, excerpt.oom):
-        return _explain_without_oom(excerpt, subject)
+        return _explain_without_oom(excerpt)
     facts = gather(excerpt, excerpt.oom)
     causes = causes_of(facts)
     found = Explanation(
-        subject=subject,
         causes=add_numbers(causes, facts.numbers, lambda _: "text"),
         remedies=remedies_of(causes, facts),
         facts=_list_known(facts),
-        unknown=(*_unknown(facts), *_name_unread(excerpt)),
+        unknown=_unknown(facts),
         numbers=facts.numbers,
     )
     if not (predicts and shows_run(facts)):
@@ -203,13 +207,12 @@ def _was_stopped(excerpt: Excerpt, oom: OutOfMemory) -> bool:
     return is_kill and any(re.search(_STOPPED, line.text) for line in excerpt.lines)
 
 
-def _explain_without_oom(excerpt: Excerpt, subject: str) -> Explanation:
+def _explain_without_oom(excerpt: Excerpt) -> Explanation:
     """Explain an nvidia-smi table, or words that are mistaken for an OOM."""
     facts = gather(excerpt, _NO_OOM)
     causes = tuple(filter(None, (others.ddp_gpu0(facts), others.data_parallel(facts))))
     if causes:
-        remedies = remedies_of(causes, facts)
-        return Explanation(subject=subject, causes=causes, remedies=remedies)
+        return Explanation(causes=causes, remedies=remedies_of(causes, facts))
     in_words = find_told_oom(excerpt)
     for line, (pattern, meaning, helps) in product(excerpt.lines, _LOOKALIKES):
         if re.search(pattern, line.text) and not (in_words and helps is CACHE_FLUSHES):
@@ -218,37 +221,32 @@ def _explain_without_oom(excerpt: Excerpt, subject: str) -> Explanation:
             doubt = facts.vendor.translate(said)
             found = cause("not-an-oom", evidence, summary=f"not an OOM: {meaning}", doubt=doubt)
             remedies = tuple(choose_remedies("not-an-oom", helps, facts))
-            return Explanation(subject=subject, causes=(found,), remedies=remedies)
+            return Explanation(causes=(found,), remedies=remedies)
     need = find_question(excerpt, ASKS_NEED)
     if in_words and not need:
-        return _explain_excerpt(in_words, subject)
+        return _explain_excerpt(in_words)
     if question := need or find_question(excerpt) or find_question(excerpt, SETS_ROWS):
-        answer = _explain_excerpt(question, subject)
+        answer = _explain_excerpt(question)
         first, *more = answer.causes
         grade = first.grade if first.code == "regression" else "possible"
         return replace(answer, causes=(replace(first, grade=grade), *more))
-    errors = [line.text for line in excerpt.lines if _ERROR.match(line.text)]
-    if not errors and (too_large := arithmetic.judge_size(facts)):
-        remedies = remedies_of((too_large,), facts)
-        return Explanation(subject=subject, causes=(too_large,), remedies=remedies)
-    last_error = (f"its last error: {quote(errors[-1])}",) if errors else ()
-    if not errors and any(FRAME.match(line.text) for line in excerpt.lines):
-        last_error = ("its traceback ends before the error: add the lines that follow",)
-    if not errors and any(_LAUNCHER.search(line.text) for line in excerpt.lines):
-        last_error = (
+    texts = [line.text for line in excerpt.lines]
+    errors = [text for text in texts if _ERROR.match(text)]
+    if errors:
+        shown = f"its last error: {quote(errors[-1])}"
+    elif too_large := arithmetic.judge_size(facts):
+        return Explanation(causes=(too_large,), remedies=remedies_of((too_large,), facts))
+    elif any(map(_LAUNCHER.search, texts)):
+        shown = (
             "only its launcher speaks, which ends the other ranks after one has failed: that rank's"
             " own error is in the lines before, or in its own log; exit code -9 is a kill, as the"
-            " kernel does for main memory",
+            " kernel does for main memory"
         )
-    unread = _name_unread(excerpt)
-    return Explanation(subject=subject, causes=(), remedies=(), facts=last_error, unknown=unread)
-
-
-def _name_unread(excerpt: Excerpt) -> tuple[str, ...]:
-    if not excerpt.not_read:
-        return ()
-    where = f"part of the file: {excerpt.not_read} were not read"
-    return (f"{where}; give only the part with the error if it is there",)
+    elif any(map(FRAME.match, texts)):
+        shown = "its traceback ends before the error: add the lines that follow"
+    else:
+        return Explanation()
+    return Explanation(facts=(shown,))
 
 
 def _list_known(facts: TextFacts) -> tuple[str, ...]:

@@ -60,7 +60,7 @@ def explain_run(folder: Path, predicts: bool = False) -> Explanation:
             return found
     if not records:
         nothing = ("no run in this folder has recorded an OOM",)
-        return Explanation(subject=printable(folder), causes=(), remedies=(), facts=nothing)
+        return Explanation(subject=printable(folder), facts=nothing)
     return _explain(folder, _select_run(records[-1], records), history, begun_later, predicts)
 
 
@@ -225,8 +225,7 @@ def _explain_unrecorded(
         found = _judge_worker(dead, facts)
     elif (finding := judge_ending(history, folder)) is not None:
         if finding.code == "timeline-cut-off":
-            subject = printable(folder)
-            return Explanation(subject=subject, causes=(), remedies=(), facts=(str(finding),))
+            return Explanation(subject=printable(folder), facts=(str(finding),))
         found = _judge_kill(finding)
     else:
         return None

@@ -242,7 +242,6 @@ def compare_snapshots(before: Path, after: Path) -> tuple[list[SnapshotCase], Ex
     return cases, Explanation(
         subject=f"{printable(before)} and {printable(after)}",
         causes=causes,
-        remedies=(),
         facts=tuple(_compare(first, second, cases)),
         numbers=_numbers(cases[1]),
         before=_numbers(cases[0]),
