@@ -103,8 +103,13 @@ def find_told_oom(excerpt: Excerpt) -> Excerpt | None:
     for at, line in enumerate(lines):
         if found := classify_anywhere(line.text):
             return Excerpt(found, lines, at)
-    told = next((one for each in _SAID if (one := _cut_at_words(lines, *each))), None)
-    return told or (_cut_at_the_end(lines) if has_frames else None)
+    for source, fatal, words in _SAID:
+        for at, line in enumerate(lines):
+            if re.search(words, line.text) and not re.search(f"{_NOT_SAID}(?:{words})", line.text):
+                is_certain = source == "engine"
+                oom = OutOfMemory(source=source, is_certain=is_certain, fatal=fatal, text=line.text)
+                return Excerpt(oom, lines, at)
+    return _cut_at_the_end(lines) if has_frames else None
 
 
 def find_question(excerpt: Excerpt, asks: re.Pattern[str] = _ASKS) -> Excerpt | None:
@@ -115,9 +120,7 @@ def find_question(excerpt: Excerpt, asks: re.Pattern[str] = _ASKS) -> Excerpt | 
         return None
     if not any(_ON_CARDS.search(one.text) for one in lines):
         return None
-    words = lines[asked].text
-    oom = OutOfMemory(source="allocator", is_certain=False, fatal="", text=words)
-    return Excerpt(oom, lines, asked)
+    return Excerpt(OutOfMemory(source="allocator", text=lines[asked].text), lines, asked)
 
 
 def _cut_at_the_end(lines: tuple[LogLine, ...]) -> Excerpt | None:
@@ -132,16 +135,5 @@ def _cut_at_the_end(lines: tuple[LogLine, ...]) -> Excerpt | None:
     ):
         return None
     words = "the text ends before its error"
-    oom = OutOfMemory(source="allocator", is_certain=False, fatal="", text=words)
+    oom = OutOfMemory(source="allocator", text=words)
     return Excerpt(oom, (*lines[: end + 1], LogLine(lines[last].writer, words)), end + 1)
-
-
-def _cut_at_words(
-    lines: tuple[LogLine, ...], source: Source, fatal: str, words: str
-) -> Excerpt | None:
-    for at, line in enumerate(lines):
-        if re.search(words, line.text) and not re.search(f"{_NOT_SAID}(?:{words})", line.text):
-            is_certain = source == "engine"
-            oom = OutOfMemory(source=source, is_certain=is_certain, fatal=fatal, text=line.text)
-            return Excerpt(oom, lines, at)
-    return None
