@@ -8,10 +8,10 @@ from trainer_plugins.explain.answer import Cause
 from trainer_plugins.explain.judges import OomFacts
 from trainer_plugins.explain.run.case import WARM_UP_STEPS, Case
 from trainer_plugins.explain.shared import are_alike, insert_sentence
-from trainer_plugins.explain.sizes import is_size_of, match_tokens
 from trainer_plugins.explain.text import causes as by_words
 from trainer_plugins.explain.text.causes import numbers, off_card, place
 from trainer_plugins.explain.text.causes import others as by_others
+from trainer_plugins.explain.text.solved import is_size_of, match_tokens
 from trainer_plugins.explain.text.text_facts import Rule
 from trainer_plugins.record.timeline import Remark
 
