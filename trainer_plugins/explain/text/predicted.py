@@ -14,7 +14,7 @@ from trainer_plugins.advice.entry import flags_in
 from trainer_plugins.drycuda.cuda_build import site_with_cuda
 from trainer_plugins.drycuda.predict import predict_one
 from trainer_plugins.explain.answer import Explanation, Remedy
-from trainer_plugins.explain.text.remedies.plan_command import RANK, list_words
+from trainer_plugins.explain.text.remedies.plan_command import RANK, list_options
 from trainer_plugins.explain.text.text_facts import TextFacts
 from trainer_plugins.planner.compare.proposal import batch_flags
 from trainer_plugins.planner.compare.switches import (
@@ -181,12 +181,13 @@ def _join(one: Remedy, other: Remedy) -> Remedy:
 
 def _read_request(facts: TextFacts) -> PlanRequest | None:
     """Return the request of the run; None if its model is not known here."""
-    named, (words, _) = facts.settings.model, list_words(facts)
+    named = facts.settings.model
     if Path(named).is_file():
         return None
     try:
         config = read_config(named)
-        options = options_in([_USUAL_RANK if word == RANK else word for word in words])
+        words = [_USUAL_RANK if word == RANK else word for word in list_options(facts)]
+        options = options_in(words)
         return request_of(config, options) if config.get(_LAYERS) else None
     except (PlanError, OSError):
         return None

@@ -91,8 +91,7 @@ class ByFrame:
     innermost: int | None = _DEEP
     unless: str = ""  # frames with which it is another cause
     unless_within: str = ""  # frames it must not have called, which then failed
-    within: str = ""  # a frame that must also be there
-    least_bytes: int = 0  # a smaller request is another cause
+    applies: Callable[[TextFacts], object] = lambda _: True  # a condition besides the frames
     words: str = ""  # a person's words for it, if no frame shows the place
     solve: Callable[[TextFacts], Said | str] | None = None  # explains the refused size
 
@@ -102,9 +101,7 @@ class ByFrame:
         frame = facts.find_call(self.pattern, self.innermost)
         if not frame or (self.unless and facts.find_call(self.unless, self.innermost)):
             return None
-        if self.within and not facts.find_call(self.within):
-            return None
-        if (facts.asked_bytes or 0) < self.least_bytes:
+        if not self.applies(facts):
             return None
         deeper = len(facts.frames) - 1 - facts.frames.index(frame)
         if self.unless_within and deeper and facts.find_call(self.unless_within, deeper):
@@ -189,7 +186,7 @@ PLACES: tuple[Rule, ...] = (
     ByFrame(
         code="eval-logits",
         pattern=COLLECTING,
-        within=EVALUATION,
+        applies=lambda facts: facts.find_call(EVALUATION),
         innermost=10,
         words=_moment(
             r"(?:eval\w*|validat\w+|predict\w*)\b[^.!?]{0,40}?\b(?:compute_metrics|metrics?|logits)"
@@ -298,7 +295,7 @@ PLACES: tuple[Rule, ...] = (
         code="quadratic-attention",
         pattern=ATTENTION,
         innermost=3,
-        least_bytes=LEAST_QUADRATIC_BYTES,
+        applies=lambda facts: (facts.asked_bytes or 0) >= LEAST_QUADRATIC_BYTES,
         solve=solve_scores,
         unknown="the heads, rows and length: print the shapes of query and key",
     ),

@@ -1,6 +1,7 @@
 """Fill in advice from a text: rows, bytes, lines, cards and the command of the run."""
 
 import re
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import ceil
@@ -13,7 +14,7 @@ from trainer_plugins.explain.shared import remedy
 from trainer_plugins.explain.text.causes.arithmetic import FITS_WITHOUT, FRAMES
 from trainer_plugins.explain.text.causes.others import list_strangers
 from trainer_plugins.explain.text.remedies import engine
-from trainer_plugins.explain.text.remedies.plan_command import plan_command
+from trainer_plugins.explain.text.remedies.plan_command import LEFT_OPEN, list_options
 from trainer_plugins.explain.text.settings import LENGTH, ROWS, STEPS, TOKENS
 from trainer_plugins.explain.text.text_facts import TextFacts
 from trainer_plugins.units import GIB, size
@@ -97,9 +98,10 @@ def _suggest_relaunch(one: Advice, facts: TextFacts) -> Remedy:
 
 
 def _plan(one: Advice, facts: TextFacts) -> Remedy:
-    do, missing = plan_command(facts)
+    words = [*list_options(facts)]
+    missing = [word for word in words if word in LEFT_OPEN]
     unknown = f" (the text does not show {' and '.join(missing)})" if missing else ""
-    return remedy(one, do, one.effect + unknown)
+    return remedy(one, shlex.join(["trainer-plugins", "plan", *words]), one.effect + unknown)
 
 
 def _fewer_generations(one: Advice, facts: TextFacts) -> Remedy | None:

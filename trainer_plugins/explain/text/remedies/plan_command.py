@@ -1,7 +1,6 @@
-"""Build the `trainer-plugins plan` command of a run, filled in from a text."""
+"""List the options of `trainer-plugins plan` for a run, filled in from a text."""
 
 import re
-import shlex
 from collections.abc import Iterator
 
 from trainer_plugins import checkpointing
@@ -9,7 +8,6 @@ from trainer_plugins.explain.text.frameworks import find_framework
 from trainer_plugins.explain.text.settings import DTYPES, ROWS
 from trainer_plugins.explain.text.states import read_states
 from trainer_plugins.explain.text.text_facts import TextFacts
-from trainer_plugins.printable import printable
 from trainer_plugins.units import GIB
 
 # The TrainingArguments that affect memory; others need data or accounts.
@@ -30,33 +28,23 @@ _DOUBLE = "bnb_4bit_use_double_quant|double_quant|double_quantization|use_nested
 _PLAIN = {"gradient_accumulation_steps", checkpointing.NAME, "bf16", "fp16", "optim"}
 _TRAINER = re.compile(r"trl[/\\]\S*?\b(sft|dpo|kto|reward|grpo|rloo|orpo|cpo)_trainer")
 RANK = "RANK"
-_LEFT_OPEN = ("MODEL", "LENGTH", RANK, "ROWS")
+LEFT_OPEN = ("MODEL", "LENGTH", RANK, "ROWS")
 # Launches whose files the text has not, and programs with defaults of their own.
 _ANOTHER_RUN = r"(?i)deepspeed|\bzero[-_ ]?[123]|fsdp|megatron|unsloth"
 
 
-def plan_command(facts: TextFacts) -> tuple[str, list[str]]:
-    """Write the command, and list the blanks that the text does not fill."""
-    words, blanks = list_words(facts)
-    return printable(shlex.join(["trainer-plugins", "plan", *words])), blanks
-
-
-def list_words(facts: TextFacts) -> tuple[list[str], list[str]]:
-    """List the options of `plan`, and the blanks among them that the text does not fill."""
-    words = [*_words(facts)]
-    return words, [word for word in words if word in _LEFT_OPEN]
-
-
 def shows_run(facts: TextFacts) -> bool:
     """Return whether a plan of what the text shows is the plan of its run."""
-    words, blanks = list_words(facts)
+    words = {*list_options(facts)}
     states = read_states(facts)
     is_full = states is not None and states.is_full and not states.is_assumed
-    is_known = not {*blanks} - {RANK} and "--gpu" in words and (is_full or "--lora-r" in words)
-    return is_known and not find_framework(facts) and not facts.says(_ANOTHER_RUN)
+    is_known = words & {*LEFT_OPEN} <= {RANK} and "--gpu" in words
+    is_usual = not find_framework(facts) and not facts.says(_ANOTHER_RUN)
+    return is_known and is_usual and (is_full or "--lora-r" in words)
 
 
-def _words(facts: TextFacts) -> Iterator[str]:
+def list_options(facts: TextFacts) -> Iterator[str]:
+    """Yield the options; `LEFT_OPEN` has the blanks that a text may not fill."""
     read = facts.settings
     yield from ("--model", read.model or "MODEL")
     states = read_states(facts)
