@@ -11,7 +11,6 @@ from trainer_plugins.reading import MemoryReading
 from trainer_plugins.record.folder import from_json, place_of_run, read_all, read_json
 from trainer_plugins.record.run_facts import RunFacts
 from trainer_plugins.record.shown import Frame, Process
-from trainer_plugins.record.timeline import Sample
 
 _OWN = {"error", "error_class", "rank"}  # no other JSON has all of these names
 
@@ -131,15 +130,6 @@ class OomRecord:
     def where(self) -> str:
         part = f", {self.part}" if self.part else ""
         return f"step {self.step} ({self.moment}{part})"
-
-    @property
-    def last_sample(self) -> Sample | None:
-        """Return the reading as a timeline entry (it is missing there); None without a reading."""
-        if self.reading is None:
-            return None
-        return Sample(
-            step=self.step, moment=self.moment, reading=self.reading, time_seconds=self.time_seconds
-        )
 
     @property
     def words(self) -> str:

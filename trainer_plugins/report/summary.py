@@ -228,7 +228,9 @@ def add_records(run: Run, records: Sequence[OomRecord]) -> Run:
             # The timeline records it later, after all live tensors have been counted.
             if isinstance(entry, Failure) and entry.record:
                 entries[at] = replace(entry, time_seconds=record.time_seconds)
-                if record.last_sample is not None:
-                    entries.insert(at, record.last_sample)
+                if (reading := record.reading) is not None:
+                    step, moment, when = record.step, record.moment, record.time_seconds
+                    last = Sample(step=step, moment=moment, reading=reading, time_seconds=when)
+                    entries.insert(at, last)
                 break
     return run._replace(timelines=timelines)

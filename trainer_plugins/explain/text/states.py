@@ -127,12 +127,6 @@ class States(NamedTuple):
         """Return whether each of several ranks keeps states that ZeRO-3 and FSDP divide."""
         return self.is_full and self.num_ranks > 1 and self.stage < 3
 
-    @property
-    def may_shrink(self) -> bool:
-        """Return whether a remedy against the states is due; their size may be unknown."""
-        is_of_unknown_size = self.is_full and not self.billions
-        return is_of_unknown_size or self.are_too_large or self.could_be_sharded
-
     def describe(self) -> Said | str:
         """Write the equation; empty if a number is missing."""
         if not self.billions:

@@ -100,7 +100,7 @@ def _offer(code: str, facts: TextFacts) -> Iterator[Remedy]:
     # A traceback shows a place; without one, the states are the best guess at a full card.
     if is_of_states or (code == "capacity" and not facts.frames):
         too_weak = _list_too_weak(states)
-        if states is not None and states.may_shrink:
+        if states is not None:
             yield from _shrink_states(states, code, facts)
     order = [one for one in _order(code, facts) if one not in too_weak]
     yield from choose_remedies(code, order, facts)
@@ -108,9 +108,10 @@ def _offer(code: str, facts: TextFacts) -> Iterator[Remedy]:
 
 def _shrink_states(states: States, code: str, facts: TextFacts) -> Iterator[Remedy]:
     """Yield what makes the states fit, the cheapest to do first."""
-    if not states.billions:
+    if not states.billions and states.is_full:
         without = (advice.SHARD_THE_RUN,) * states.could_be_sharded + (advice.ADAPTER,)
         yield from (remedy(one, spell_for(one, facts)) for one in without)
+    if not states.billions or not (states.are_too_large or states.could_be_sharded):
         return
     now = states.count_bytes()
     fits, found = ROOM * states.room_bytes, False
