@@ -121,7 +121,7 @@ _DOUBTS = {  # words that may also follow an OOM
 }
 _ERROR = re.compile(r"[\w.]+(?:Error|Exception): \S")
 _LAUNCHER = re.compile(r"Killing subprocess|ChildFailedError|Sending process \d+ closing signal")
-_NO_OOM = OutOfMemory(source="allocator", text="")
+_NO_OOM = OutOfMemory(source="allocator", is_certain=False, fatal="", text="")
 
 
 class _NamedRecord(NamedTuple):

@@ -24,10 +24,10 @@ class OutOfMemory:
 
     source: Source
     # False if these words usually, but not always, mean a full device: check its free memory.
-    is_certain: bool = False
+    is_certain: bool
     # Why this process cannot go on; empty if it can, using less memory. Also set if the numbers of
     # the message contradict each other: they cannot be trusted.
-    fatal: str = ""
+    fatal: str
     text: str  # the first lines of the message, six at most
     # In the numbering of the process: with CUDA_VISIBLE_DEVICES=3, `GPU 0` is card 3.
     device: int | None = None

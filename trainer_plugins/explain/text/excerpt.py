@@ -141,7 +141,8 @@ def find_oom(stream: BinaryIO) -> Excerpt:
     lines = tuple(_clean_lines(kept))
     for number in range(len(lines) - 1, -1, -1):
         if said := _GAVE_UP.search(lines[number].text):
-            oom = OutOfMemory(source="allocator", text=lines[number].text[said.start() :])
+            words = lines[number].text[said.start() :]
+            oom = OutOfMemory(source="allocator", is_certain=False, fatal="", text=words)
             return Excerpt(oom, lines, number, not_read=not_read)
     return Excerpt(None, lines, not_read=not_read)
 

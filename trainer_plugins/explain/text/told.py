@@ -120,7 +120,9 @@ def find_question(excerpt: Excerpt, asks: re.Pattern[str] = _ASKS) -> Excerpt | 
         return None
     if not any(_ON_CARDS.search(one.text) for one in lines):
         return None
-    return Excerpt(OutOfMemory(source="allocator", text=lines[asked].text), lines, asked)
+    words = lines[asked].text
+    oom = OutOfMemory(source="allocator", is_certain=False, fatal="", text=words)
+    return Excerpt(oom, lines, asked)
 
 
 def _cut_at_the_end(lines: tuple[LogLine, ...]) -> Excerpt | None:
@@ -135,5 +137,5 @@ def _cut_at_the_end(lines: tuple[LogLine, ...]) -> Excerpt | None:
     ):
         return None
     words = "the text ends before its error"
-    oom = OutOfMemory(source="allocator", text=words)
+    oom = OutOfMemory(source="allocator", is_certain=False, fatal="", text=words)
     return Excerpt(oom, (*lines[: end + 1], LogLine(lines[last].writer, words)), end + 1)
