@@ -98,12 +98,3 @@ def flags_in(text: str) -> dict[str, str]:
     if _FLAG.sub("", text).strip():
         return {}
     return {name: value.strip("'") for name, value in _FLAG.findall(text)}
-
-
-def write_overrides(flags: str, prefix: str) -> str:
-    """Convert command-line flags to Hydra overrides, each with a prefix.
-
-    >>> write_overrides("--optim adafactor", "++trainer.args.")
-    '++trainer.args.optim=adafactor'
-    """
-    return " ".join(f"{prefix}{name}={value}" for name, value in flags_in(flags).items())

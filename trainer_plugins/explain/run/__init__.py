@@ -13,7 +13,6 @@ from pathlib import Path
 
 from trainer_plugins import advice
 from trainer_plugins.advice import Door
-from trainer_plugins.advice.entry import flags_in, write_overrides
 from trainer_plugins.explain.answer import Cause, Explanation, Numbers, Remedy
 from trainer_plugins.explain.judges import causes_of
 from trainer_plugins.explain.run.case import Case
@@ -123,10 +122,10 @@ def _write_as_typed(remedy: Remedy, run: RunFacts) -> Remedy:
         return remedy
     if remedy.do.startswith(advice.SURVIVE.shell.partition(" -- ")[0]):
         return replace(remedy, do=advice.SURVIVE.flag(Door.HYDRA))
-    flags = flags_in(remedy.do)
-    if not flags or not flags.keys() <= run.arguments.keys():
+    if not remedy.flags or not remedy.flags.keys() <= run.arguments.keys():
         return remedy
-    return replace(remedy, do=write_overrides(remedy.do, run.override))
+    overrides = (f"{run.override}{name}={value}" for name, value in remedy.flags.items())
+    return replace(remedy, do=" ".join(overrides))
 
 
 def _entries(history: History | None, record: OomRecord) -> Sequence[Entry]:

@@ -123,7 +123,7 @@ def _order(
     enough: dict[str, Remedy] = {}
     unknown, short = [], []
     for remedy in ours:
-        outcome, names = outcomes.get(remedy.do), flags_in(remedy.do).keys()
+        outcome, names = outcomes.get(remedy.do), remedy.flags.keys()
         if isinstance(outcome, MemoryPlan):
             known = _add_peak(remedy, plan, outcome.needed_bytes)
             if is_safe(outcome):

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from trainer_plugins import advice
-from trainer_plugins.advice.entry import flags_in
 from trainer_plugins.drycuda.cuda_build import site_with_cuda
 from trainer_plugins.drycuda.predict import predict_one
 from trainer_plugins.explain.answer import Explanation, Remedy
@@ -81,7 +80,7 @@ def _predict(said: Explanation, asked: PlanRequest) -> Explanation:
         )
     enough, short, others, unknown = list[Remedy](), list[Remedy](), list[Remedy](), list[str]()
     for one in said.remedies:
-        if enough or one.cause != said.causes[0].code or not flags_in(one.do):
+        if enough or one.cause != said.causes[0].code or not one.flags:
             others.append(one)
             continue
         try:
@@ -123,7 +122,7 @@ class _Run:
     def make_fit(self, one: Remedy) -> Remedy | None:
         """Return a remedy, or more of it, with its predicted peak; None if it is not enough."""
         too_large: list[int] = []
-        for do, changed in self._change(flags_in(one.do)):
+        for do, changed in self._change(one.flags):
             # Half the rows save half of what twice as many saved.
             saved = too_large[-2] - too_large[-1] if len(too_large) > 1 else 0
             least = too_large[-1] - saved // 2 if saved else self._count_least(changed)
