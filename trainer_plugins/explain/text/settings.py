@@ -25,6 +25,9 @@ ROWS = (
     "|per_device_batch_size|micro_bsz|mbs|train_bs"
 )
 STEPS = "gradient_accumulation_steps|gradient_accumulation|grad_accum"
+# As the Trainer and Unsloth print them before the first step, and as people write them.
+_SHOWN_ROWS = "per_device_train_batch_size|[Bb]atch size per device"
+SHOWN_STEPS = "gradient_accumulation_steps|Gradient [Aa]ccumulation steps"
 # Elsewhere a batch may be that of all cards, but one row is one row.
 _ONE_ROW = re.compile(
     r"(?i)(?<![\w.])(?<!eval )(?<!eval_)(?:train_)?(?:batch(?:[ _-]?size)?|bs)(?: per \w+)?[\"']?"
@@ -65,8 +68,8 @@ _LAUNCHERS = (
 class Settings:
     """Looks for settings in a text's command line, then anywhere in the text."""
 
-    def __init__(self, text: str, rows_in_banner: int | None = None) -> None:
-        self.text, self._rows_in_banner = checkpointing.spell(text), rows_in_banner
+    def __init__(self, text: str) -> None:
+        self.text = checkpointing.spell(text)
         self.given = _arguments(find_command(self.text))
 
     def value(self, names: str, values: str) -> str:
@@ -88,6 +91,11 @@ class Settings:
         """Write a setting with another number as the text writes it; empty if it does not."""
         found = self._find(names, r"\d{1,7}")
         return f"{found['is_set']}{value}".replace('"', "") if found else ""
+
+    def count(self, names: str) -> int | None:
+        """Return the number behind one of several names, in a banner or a sentence too."""
+        found = re.search(rf"(?:{names})[\"']?[ =:]{{1,4}}(\d{{1,6}})\b", self.text)
+        return int(found[1]) if found else None
 
     def is_on(self, names: str) -> bool:
         return bool(self.value(names, "[Tt]rue|1"))
@@ -111,7 +119,7 @@ class Settings:
         for names in ROWS.split("|"):
             if found := self.value(names, r"\d{1,6}"):
                 return int(found)
-        return self._rows_in_banner or (1 if _ONE_ROW.search(self.text) else None)
+        return self.count(_SHOWN_ROWS) or (1 if _ONE_ROW.search(self.text) else None)
 
     @property
     def length(self) -> int | None:

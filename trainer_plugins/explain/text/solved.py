@@ -9,10 +9,7 @@ from math import ceil, floor, isqrt
 
 from trainer_plugins.explain.shared import Said
 from trainer_plugins.explain.text.text_facts import TextFacts
-from trainer_plugins.planner.public_models import (
-    USUAL_VOCABULARIES,
-    vocabularies_of,
-)
+from trainer_plugins.planner.public_models import USUAL_VOCABULARIES, vocabularies_of
 from trainer_plugins.units import GIB, MIB
 
 _DTYPES = {4: "float32", 2: "16 bits"}  # by the bytes of a number
@@ -57,7 +54,7 @@ def count_logits(facts: TextFacts) -> Said | str:
 
 def _list_vocabularies(facts: TextFacts) -> tuple[int, ...]:
     """Return the vocabulary that the text shows, by a number or a model, else the likely ones."""
-    if given := facts.rows("vocab_size"):
+    if given := facts.settings.count("vocab_size"):
         return (given,)
     if facts.model is not None:
         return (facts.model.vocabulary,)

@@ -19,11 +19,6 @@ from trainer_plugins.record.shown import Process
 from trainer_plugins.units import MIB
 
 NOT_AVAILABLE_BYTES = 1 << 60  # and more: NVML's value for an unknown size
-# As the Trainer and Unsloth print them before the first step.
-_IN_BANNERS = {
-    "per_device_train_batch_size": r"|[Bb]atch size per device",
-    "gradient_accumulation_steps": r"|Gradient [Aa]ccumulation steps",
-}
 _MOMENT = re.compile(
     r"(?i)train\w*_step|_training_loop|_loss\b|eval|predict|generat|backward|optim|sav(?:e|ing)|load"
     r"|from_pretrained|merge|prepare|\.(?:to|cuda)\("
@@ -277,18 +272,12 @@ class TextFacts:
 
     @cached_property
     def settings(self) -> Settings:
-        return Settings(self.whole, self.rows("per_device_train_batch_size"))
+        return Settings(self.whole)
 
     @cached_property
     def model(self) -> Model | None:
         """Return the public model that the text names."""
         return find_model(self.whole)
-
-    def rows(self, name: str) -> int | None:
-        """Return a setting's number from the command line or a config in the text."""
-        names = f"(?:{name}{_IN_BANNERS.get(name, '')})"
-        found = self.says(rf"{names}[\"']?[ =:]{{1,4}}(\d{{1,6}})\b")
-        return int(found[1]) if found else None
 
 
 Rule = Callable[[TextFacts], Cause | None]

@@ -101,7 +101,7 @@ def fewer_sequences(one: Advice, facts: TextFacts) -> Remedy | None:
     if door not in (Door.VLLM, Door.SGLANG) or is_startup(facts) or has_length:
         return None
     name = one.flag(door).split()[0]
-    found = facts.rows(name.strip("-").replace("-", "[-_]"))
+    found = facts.settings.count(name.strip("-").replace("-", "[-_]"))
     usual = 64 if door is Door.VLLM else 32
     return remedy(one, door, sequences=max(1, found // 2) if found else usual)
 

@@ -15,12 +15,12 @@ from trainer_plugins.explain.text.causes.arithmetic import FITS_WITHOUT, FRAMES
 from trainer_plugins.explain.text.causes.others import list_strangers
 from trainer_plugins.explain.text.remedies import engine
 from trainer_plugins.explain.text.remedies.plan_command import LEFT_OPEN, list_options
-from trainer_plugins.explain.text.settings import LENGTH, ROWS, STEPS, TOKENS
+from trainer_plugins.explain.text.settings import LENGTH, ROWS, SHOWN_STEPS, STEPS, TOKENS
 from trainer_plugins.explain.text.text_facts import TextFacts
 from trainer_plugins.units import GIB, size
 
 _FEW_GENERATIONS = 4  # half of less leaves nothing to compare an answer with
-_ROWS, _STEPS = "per_device_train_batch_size", "gradient_accumulation_steps"
+_ROWS = "per_device_train_batch_size"
 _ANSWERS = "max_completion_length|max_response_length|max_new_tokens"
 # With transformers 5 their losses are means, and the Trainer takes them for sums over the step.
 # `tests/test_accumulation.py` measures each class with such a name.
@@ -60,7 +60,8 @@ def shows_trainer(facts: TextFacts) -> bool:
 
 def _smaller_micro_batch(one: Advice, facts: TextFacts) -> Remedy | None:
     settings = facts.settings
-    rows, steps = settings.rows, int(settings.value(STEPS, r"\d{1,6}") or facts.rows(_STEPS) or 1)
+    rows = settings.rows
+    steps = int(settings.value(STEPS, r"\d{1,6}") or settings.count(SHOWN_STEPS) or 1)
     if rows == 1 or facts.has_tried_one_row:
         return None
     half, factor = (rows // 2, 2) if rows and rows % 2 == 0 else (1, rows or 2)
@@ -112,7 +113,7 @@ def _fewer_generations(one: Advice, facts: TextFacts) -> Remedy | None:
 def _smaller_eval_batch(one: Advice, facts: TextFacts) -> Remedy | None:
     if not uses_trainer(facts):
         return _add_shortage(one, facts)
-    rows = facts.rows("per_device_eval_batch_size") or 2
+    rows = facts.settings.count("per_device_eval_batch_size") or 2
     return remedy(one, Door.TRAINER, rows=ceil(rows / 2)) if rows > 1 else None
 
 
