@@ -92,17 +92,15 @@ def remedies_of(causes: Iterable[Cause], facts: TextFacts) -> tuple[Remedy, ...]
 
 
 def _offer(code: str, facts: TextFacts) -> Iterator[Remedy]:
-    too_weak: set[Advice] = set()
-    states = read_states(facts)
-    if code in ("host-kill", "host-limit"):
-        yield from _keep_on_cards(states, facts)
+    states, order = read_states(facts), _order(code, facts)
     is_of_states = code in ("optimizer-state", "load-too-large")
+    if states is not None and code in ("host-kill", "host-limit"):
+        yield from _keep_on_cards(states, facts)
     # A traceback shows a place; without one, the states are the best guess at a full card.
-    if is_of_states or (code == "capacity" and not facts.frames):
+    elif states is not None and (is_of_states or (code == "capacity" and not facts.frames)):
+        yield from _shrink_states(states, code, facts)
         too_weak = _list_too_weak(states)
-        if states is not None:
-            yield from _shrink_states(states, code, facts)
-    order = [one for one in _order(code, facts) if one not in too_weak]
+        order = tuple(one for one in order if one not in too_weak)
     yield from choose_remedies(code, order, facts)
 
 
@@ -125,9 +123,9 @@ def _shrink_states(states: States, code: str, facts: TextFacts) -> Iterator[Reme
         yield remedy(advice.SHARD_THE_RUN, spell_for(advice.SHARD_THE_RUN, facts))
 
 
-def _keep_on_cards(states: States | None, facts: TextFacts) -> Iterator[Remedy]:
+def _keep_on_cards(states: States, facts: TextFacts) -> Iterator[Remedy]:
     """Yield sharding without offload, where offload filled main memory and the cards have room."""
-    if states is None or not (states.billions and states.is_full and states.is_offloaded):
+    if not (states.billions and states.is_full and states.is_offloaded):
         return
     shard = states._replace(stage=3).count_bytes()
     if shard < ROOM * (states.card_bytes or 0):
@@ -136,9 +134,9 @@ def _keep_on_cards(states: States | None, facts: TextFacts) -> Iterator[Remedy]:
         yield remedy(advice.SHARD_THE_RUN, spelled, effect, by_arithmetic=True)
 
 
-def _list_too_weak(states: States | None) -> set[Advice]:
+def _list_too_weak(states: States) -> set[Advice]:
     """List what does not make too large states fit, by the same arithmetic."""
-    if states is None or not states.are_too_large:
+    if not states.are_too_large:
         return set()
     fits = ROOM * states.room_bytes
     weak = {one for one, num_bytes in _count_with(states) if num_bytes >= fits}
