@@ -82,7 +82,7 @@ class OomFacts:
     in_use_bytes: int | None = None
     missing_bytes: int | None = None  # without gaps; negative if it would have fitted
 
-    def says(self, words: str) -> Said | str:
+    def states(self, words: str) -> Said | str:
         """Build a sentence from these facts and numbers; empty if one of them is unknown."""
         said = say(words, self, self.numbers)
         return said if words and not {None, ""} & {*said.values.values()} else ""
@@ -100,8 +100,8 @@ class OomFacts:
         """Build a cause from the sentences and summaries whose facts are known, and from `data`."""
         return cause(
             code,
-            *map(self.says, sentences),
-            summary=str(self.says(summary)),
+            *map(self.states, sentences),
+            summary=str(self.states(summary)),
             doubt="" if is_sure else doubt,
             grade=grade or ("certain" if is_sure else "likely"),
             **{name: value for name, value in data.items() if value is not None},
