@@ -19,17 +19,9 @@ from trainer_plugins.record.history import (
     has_failed,
     ranks_in_words,
 )
+from trainer_plugins.report import summary
 from trainer_plugins.report.pace import describe_pace, paces_of
 from trainer_plugins.report.page import STYLES
-from trainer_plugins.report.summary import (
-    failures_of,
-    merge_findings,
-    peaks,
-    places_of,
-    releases,
-    steps_in_words,
-    strategies_of,
-)
 from trainer_plugins.units import percent, size
 
 
@@ -47,7 +39,7 @@ def history_report(history: History, ending: Finding | None = None) -> Renderabl
         else:
             parts += _endless(run, is_last=number == num_runs)
         parts += [*_failures(run, history), memory_report(run.timelines)]
-        parts += [Text(printable(line)) for line in places_of(run)]
+        parts += [Text(printable(line)) for line in summary.places_of(run)]
     if not history.runs:
         parts.append(Text("The files are empty"))
     for rank, num in history.num_passed_over.items():
@@ -69,7 +61,7 @@ def memory_report(timelines: Timelines) -> RenderableType:
     numbers = ("readings", "peak", "full", "total", "reserved")
     for column in (*numbers, "least full rank") if has_several else numbers:
         table.add_column(column, justify="right")
-    for each in peaks(timelines):
+    for each in summary.peaks(timelines):
         cells = [
             str(each.rank),
             printable(each.moment),
@@ -83,7 +75,7 @@ def memory_report(timelines: Timelines) -> RenderableType:
         if has_several:
             cells.append(f"{percent(each.least_pressure)} (rank {each.least_rank})")
         table.add_row(*cells)
-    strategies = map(Text, strategies_of(timelines))
+    strategies = map(Text, summary.strategies_of(timelines))
     pace = describe_pace([*paces_of(next(iter(timelines.values())))])
     times = [Text(pace)] if pace else []
     return Group(*strategies, table, *times, _releases(timelines), *_findings(timelines))
@@ -92,11 +84,11 @@ def memory_report(timelines: Timelines) -> RenderableType:
 def describe_steps(run: Run) -> str:
     """Describe the steps and the time of a run."""
     began, ended = (datetime.fromtimestamp(each).isoformat(" ", "seconds") for each in run.seconds)
-    return f"{steps_in_words(*run.steps)}, {began} to {ended}"
+    return f"{summary.steps_in_words(*run.steps)}, {began} to {ended}"
 
 
 def _failures(run: Run, history: History) -> list[Text]:
-    failures = failures_of(run.timelines)
+    failures = summary.failures_of(run.timelines)
     has_several = len({*run.hosts.values()}) > 1
     hosts = {rank: f" on {host}" for rank, host in run.hosts.items() if has_several}
     lines = [
@@ -113,7 +105,7 @@ def _failures(run: Run, history: History) -> list[Text]:
 
 
 def _releases(timelines: Timelines) -> Text:
-    given, who = releases(timelines), ranks_in_words([*timelines])
+    given, who = summary.releases(timelines), ranks_in_words([*timelines])
     if not given.num:
         return Text(f"{who}: no cached memory released")
     longest = " on the slowest rank" if len(timelines) > 1 else ""
@@ -123,18 +115,17 @@ def _releases(timelines: Timelines) -> Text:
 
 def _findings(timelines: Timelines) -> list[Text]:
     """Render each finding once; no findings is good news only if the run ended well."""
-    found = merge_findings(timelines)
+    found = summary.merge_findings(timelines)
     if not found:
         in_order = all(has_end(each) and not has_failed(each) for each in timelines.values())
         return [Text(f"{ranks_in_words([*timelines])}: no findings", "green" if in_order else "")]
-    return [
-        Text(
-            f"{ranks_in_words(each.ranks)}, {steps_in_words(each.first_step, each.last_step)}"
-            f"{f', x {each.times}, at worst' if each.times > 1 else ''}: {each.finding}",
-            style=STYLES[each.finding.severity],
-        )
-        for each in found
-    ]
+    lines = []
+    for each in found:
+        where = summary.steps_in_words(each.first_step, each.last_step)
+        times = f", x {each.times}, at worst" if each.times > 1 else ""
+        line = f"{ranks_in_words(each.ranks)}, {where}{times}: {each.finding}"
+        lines.append(Text(line, style=STYLES[each.finding.severity]))
+    return lines
 
 
 def _endless(run: Run, is_last: bool) -> list[Text]:

@@ -18,6 +18,7 @@ from trainer_plugins.record.history import History, Run, entries_of, read_histor
 from trainer_plugins.record.oom_record import OomRecord
 from trainer_plugins.record.run_facts import read_run_facts
 from trainer_plugins.record.timeline import Remark
+from trainer_plugins.report import summary
 from trainer_plugins.report.html.chart import Chart
 from trainer_plugins.report.html.events import Duration, Noted, collect_notes
 from trainer_plugins.report.html.memory_chart import (
@@ -30,16 +31,6 @@ from trainer_plugins.report.html.memory_chart import (
 from trainer_plugins.report.html.page import Page, page
 from trainer_plugins.report.html.plan_page import plan_page
 from trainer_plugins.report.html.snapshot_page import snapshot_data
-from trainer_plugins.report.summary import (
-    SLACK_SECONDS,
-    RankPeaks,
-    add_records,
-    failures_of,
-    peaks,
-    places_of,
-    records_of,
-    strategies_of,
-)
 from trainer_plugins.report.text import describe_steps
 from trainer_plugins.snapshot.oom import SnapshotCase, case_of
 from trainer_plugins.snapshot.pickled import NotReadableError
@@ -62,10 +53,10 @@ def run_page(
     run = history.runs[-1]
     if plan is not None:
         refuse_another_run(plan, run.timelines, "the plan")
-    records = records_of(run, folder)
+    records = summary.records_of(run, folder)
     record = records[0] if records else None
-    run = add_records(run, records)
-    failures = failures_of(run.timelines)
+    run = summary.add_records(run, records)
+    failures = summary.failures_of(run.timelines)
     died = ending is not None or any(failure.record for _, failure in failures)
     answer = explain_run(folder, predicts) if died else None
     began, ended = run.seconds
@@ -89,7 +80,7 @@ def run_page(
         is_bad=ending is not None or bool(failures),
         lede=_lede(record),
         when=describe_steps(run),
-        strategies=[*strategies_of(run.timelines), *places_of(run)],
+        strategies=[*summary.strategies_of(run.timelines), *summary.places_of(run)],
         answer=answer,
         grades=GRADES,
         memory=memory,
@@ -133,7 +124,7 @@ def draw(what: MemoryPlan | str | Path, plan: MemoryPlan | None = None) -> Page:
 
 def verdict(run: Run, answer: Explanation | None, ending: Finding | None) -> str:
     """Say in one line how a run went."""
-    failures = failures_of(run.timelines)
+    failures = summary.failures_of(run.timelines)
     cause = answer.causes[0].summary if answer is not None and answer.causes else ""
     if failures:
         _, first = failures[0]
@@ -166,7 +157,7 @@ def _num_rows_a_step(run: Run, folder: Path) -> int:
     of_run = [
         each.num_rows_a_step
         for each in read_run_facts(folder)
-        if began - SLACK_SECONDS <= each.time_seconds <= ended
+        if began - summary.SLACK_SECONDS <= each.time_seconds <= ended
     ]
     return of_run[-1] if of_run else 0
 
@@ -229,8 +220,10 @@ def _case(record: OomRecord | None, folder: Path) -> SnapshotCase | None:
         return None
 
 
-def _peaks(run: Run) -> list[RankPeaks]:
-    return [peak for rank, entries in run.timelines.items() for peak in peaks({rank: entries})]
+def _peaks(run: Run) -> list[summary.RankPeaks]:
+    return [
+        peak for rank, entries in run.timelines.items() for peak in summary.peaks({rank: entries})
+    ]
 
 
 def _earlier(history: History) -> Iterator[tuple[str, str, int]]:
