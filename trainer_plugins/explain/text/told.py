@@ -127,15 +127,12 @@ def find_question(excerpt: Excerpt, asks: re.Pattern[str] = _ASKS) -> Excerpt | 
 
 def _cut_at_the_end(lines: tuple[LogLine, ...]) -> Excerpt | None:
     """Take a traceback that ends before its error for one of memory: that is why it was given."""
-    last = max(at for at, line in enumerate(lines) if FRAME.match(line.text))
-    end = min(len(lines) - 1, last + 1)
-    is_else = any(_AN_ERROR.match(line.text) for line in lines)
-    if (
-        is_else
-        or _OTHER_ERRORS.search(lines[0].text)
-        or not any(_ON_MEMORY.search(line.text) for line in lines)
-    ):
+    texts = [line.text for line in lines]
+    is_else = any(map(_AN_ERROR.match, texts)) or _OTHER_ERRORS.search(texts[0])
+    if is_else or not any(map(_ON_MEMORY.search, texts)):
         return None
+    last = max(at for at, text in enumerate(texts) if FRAME.match(text))
+    end = min(len(lines) - 1, last + 1)
     words = "the text ends before its error"
     oom = OutOfMemory(source="allocator", is_certain=False, fatal="", text=words)
     return Excerpt(oom, (*lines[: end + 1], LogLine(lines[last].writer, words)), end + 1)
