@@ -169,11 +169,9 @@ def _says_its_moment(facts: TextFacts) -> str:
 def judge_share(facts: TextFacts) -> Cause | None:
     """The text gives an engine a part of the card, and does not show when it was full."""
     found = facts.says(SHARE)
-    is_else = facts.says(rf"{_OF_ITS_OWN}|{_OFF}") or is_followed(
-        advice.SMALLER_ENGINE_SHARE, facts
-    )
-    is_else = is_else or (facts.settings.rows or 0) >= _MANY_ROWS
-    if facts.frames or facts.asked_bytes or is_else or not found:
+    if facts.frames or facts.asked_bytes or not found or facts.says(rf"{_OF_ITS_OWN}|{_OFF}"):
+        return None
+    if (facts.settings.rows or 0) >= _MANY_ROWS or is_followed(advice.SMALLER_ENGINE_SHARE, facts):
         return None
     return cause(
         "engine-share",
