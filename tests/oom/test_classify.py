@@ -23,7 +23,7 @@ from tests.oom.corpus import NCCL_NOT_MEMORY, NEGATIVES, POSITIVES, Case
 from tests.oom.detectors import OTHERS
 from trainer_plugins import oom
 from trainer_plugins.oom import OutOfMemory, classify
-from trainer_plugins.oom.rules import Source
+from trainer_plugins.oom.rules import RULES, Source
 from trainer_plugins.units import GIB, KIB, MIB
 
 BY_WORDS = Path(__file__).with_name("detectors.txt")
@@ -116,7 +116,7 @@ def test_the_corpus_is_large_and_without_repetition() -> None:
     assert {case.source for case in POSITIVES} == set(get_args(Source))
 
 
-@pytest.mark.parametrize("number", range(len(oom.RULES)))
+@pytest.mark.parametrize("number", range(len(RULES)))
 def test_each_rule_is_needed(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with_it = everything_found()
     rules = oom._compile_rules()
@@ -463,7 +463,7 @@ def test_words_are_kept_and_nothing_else() -> None:
 def test_each_repetition_in_a_rule_has_a_bound() -> None:
     """What is tried at each place then takes a time that has a bound too, and a log one that grows with its length."""
     numbers = [one for patterns in oom._NUMBERS.values() for one in patterns]
-    rules = [rule.pattern for rule in oom.RULES]
+    rules = [rule.pattern for rule in RULES]
     for pattern in (*rules, *numbers, oom._DEVICE, oom._HOLDER, oom._STICKY):
         operators = re.sub(
             r"\\.|\[[^\]]*\]", "", pattern
