@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import torch
 
+from trainer_plugins.survival.attempt.attempt import DidNotFit
 from trainer_plugins.survival.attempt.holders import Roots
 from trainer_plugins.survival.attempt.state import State
 from trainer_plugins.survival.certificate import samples
@@ -27,7 +28,6 @@ from trainer_plugins.survival.exact.seam import Seam
 from trainer_plugins.survival.exact.shares import (
     IGNORED,
     WITHOUT_LABELS,
-    ClassWeights,
     IndivisibleError,
     Inputs,
     Weight,
@@ -61,7 +61,7 @@ class Certificate:
         self._has_own_code = bool(roots.objects) or family.is_vouched
         self._moves_state = False
         self._looked_at: set[int] = set()  # labels of rows that were compared next to others
-        self._class_weights = ClassWeights()
+        self._class_weights: tuple[Weight, ...] = ()  # in the mean of a loss, if the user vouches
         self._classes: set[int] = set()  # classes measured next to others, if the user vouches
         self._weights: dict[str, list[Weight]] = {}  # those that have fitted so far, by layout
         self._kinds: set[Kind] = set()
@@ -131,7 +131,10 @@ class Certificate:
                 if not torch.is_tensor(inputs.get("labels")):
                     comparison.weights = tuple(w for w in weights if w in WITHOUT_LABELS) or weights
                 elif self._family.is_vouched:
-                    comparison.look(self._class_weights, layout.take(inputs, 0, 1))
+                    found = comparison.find_class_weights(layout.take(inputs, 0, 1))
+                    if not isinstance(found, DidNotFit):
+                        self._class_weights = found
+                    comparison.weights = (*self._class_weights, *weights)
                 fitted = self._weights.get(layout.unit, comparison.weights)
                 comparison.weights = tuple(w for w in comparison.weights if w in fitted)
                 if self._ranks.on_any(not comparison.weights):

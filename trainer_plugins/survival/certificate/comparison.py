@@ -16,11 +16,11 @@ from trainer_plugins.survival.certificate.samples import Measurement, Probe
 from trainer_plugins.survival.exact.coupled import Divided
 from trainer_plugins.survival.exact.finality import Watch
 from trainer_plugins.survival.exact.shares import (
-    ClassWeights,
     IndivisibleError,
     Inputs,
     Weight,
     compute_without_graph,
+    find_class_weights,
 )
 from trainer_plugins.survival.limit.limit import cells
 from trainer_plugins.survival.ranks.alone import Ranks
@@ -80,11 +80,10 @@ class Comparison:
     did_not_fit: list[Probe] = field(default_factory=list)  # on this rank or another
     _is_gradient: bool = True
 
-    def look(self, class_weights: ClassWeights, few: Inputs) -> None:
-        """Also compare by class weights, if the loss of a few examples uses them."""
+    def find_class_weights(self, few: Inputs) -> tuple[Weight, ...] | DidNotFit:
+        """Find the class weights in the loss of a few examples."""
         self._begin()
-        attempt(lambda: class_weights.look(lambda: self.loss(few, None)))
-        self.weights = (*class_weights.weights, *self.weights)
+        return attempt(lambda: find_class_weights(lambda: self.loss(few, None)))
 
     def end_with(self, samples: list[Probe]) -> None:
         """Compute a whole and its parts last, to show `gathers.py` how metrics add up."""

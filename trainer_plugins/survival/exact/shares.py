@@ -1,6 +1,7 @@
 """Shares: the weight of some examples in a micro-batch, and short examples that reveal it."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -216,9 +217,6 @@ _WEIGHTED = ("aten::nll_loss_forward", "aten::nll_loss2d_forward")
 _MEAN = 1  # number of the reduction "mean" (torch/nn/_reduction.py)
 
 
-_Mean = tuple[torch.Tensor, int]  # weights of the classes, and the label that does not count
-
-
 def compute_without_graph(compute: Callable[[], T]) -> T:
     """Compute a loss without its graph, unless it needs a gradient itself, as a penalty does."""
     try:
@@ -231,41 +229,34 @@ def compute_without_graph(compute: Callable[[], T]) -> T:
         return compute()
 
 
-class ClassWeights:
-    """The class weights in the mean of one run's loss."""
+@dataclass(frozen=True)
+class _ByClass:
+    """Adds up the class weights of a part's labels."""
 
-    def __init__(self) -> None:
-        self._seen: _Mean | None = None
-        self.weights: tuple[Weight, ...] = ()  # for pieces: by all labels, and by next tokens
+    of_classes: tuple[float, ...]
+    ignored: int  # the label that does not count
+    first: int = 0  # the first column of labels; 1 for next tokens
 
-    def look(self, compute: Callable[[], object]) -> None:
-        """Detect the class weights of a pass's mean, if it calls torch's cross-entropy."""
-        with _Seen() as calls:
-            compute_without_graph(compute)
-        found = calls.found[0] if len(calls.found) == 1 else None
-        seen = self._seen
-        if not (found and seen and found[1] == seen[1] and torch.equal(found[0], seen[0])):
-            self._seen = found
-            self.weights = _weights(found) if found is not None else ()
+    def __call__(self, inputs: Inputs, _: int) -> float:
+        labels = labels_of(inputs)[..., self.first :]
+        of_classes = torch.tensor(self.of_classes, dtype=torch.float64)
+        return float(of_classes[labels[labels != self.ignored].cpu()].sum())
 
 
-def _weights(mean: _Mean) -> tuple[Weight, ...]:
-    of_classes, ignored = mean
-
-    def total(labels: torch.Tensor) -> float:
-        return float(of_classes[labels[labels != ignored].cpu()].sum())
-
-    name = "a mean that is weighted by class"
-    return (
-        Weight(name, lambda inputs, _: total(labels_of(inputs))),
-        Weight(f"{name}, over next tokens", lambda inputs, _: total(labels_of(inputs)[..., 1:])),
-    )
+def find_class_weights(compute: Callable[[], object]) -> tuple[Weight, ...]:
+    """Find the class weights in the mean of a loss, if it calls torch's cross-entropy once."""
+    with _Seen() as calls:
+        compute_without_graph(compute)
+    if len(calls.found) != 1:
+        return ()
+    name, (found,) = "a mean that is weighted by class", calls.found
+    return Weight(name, found), Weight(f"{name}, over next tokens", replace(found, first=1))
 
 
 class _Seen(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found: list[_Mean] = []
+        self.found: list[_ByClass] = []
 
     def __torch_dispatch__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -273,5 +264,5 @@ class _Seen(TorchDispatchMode):
         if getattr(getattr(func, "_schema", None), "name", "") in _WEIGHTED:
             _, _, weight, reduction, ignored = args
             if weight is not None and reduction == _MEAN:
-                self.found.append((weight.detach().cpu().double(), ignored))
+                self.found.append(_ByClass(tuple(weight.tolist()), ignored))
         return func(*args, **(kwargs or {}))
