@@ -22,8 +22,7 @@ from torch.distributed.fsdp import (
 from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.patched import Patches
 from trainer_plugins.survival.micro_batch import MicroBatch
-from trainer_plugins.survival.ranks.ledger import Ledger
-from trainer_plugins.survival.ranks.sharded import Sharded
+from trainer_plugins.survival.ranks.sharded import Ledger, Sharded
 
 
 class FSDP1(Sharded):

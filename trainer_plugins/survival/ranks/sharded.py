@@ -26,12 +26,46 @@ from trainer_plugins.survival.exact.shares import IndivisibleError
 from trainer_plugins.survival.limit.limit import most
 from trainer_plugins.survival.micro_batch import MicroBatch
 from trainer_plugins.survival.ranks.alone import Compute, Gradient, HowToRecover, Loss, Together
-from trainer_plugins.survival.ranks.ledger import Ledger
 from trainer_plugins.wrapped import local_tensor
 
 T = TypeVar("T")
 
 _TRIES = 3  # a tiny pass needs almost no memory: after this many failures it will never fit
+
+
+class Ledger:
+    """Lists the collectives in which this rank has taken part since a micro-batch began.
+
+    After a failure it tells which of them not to send again.
+    """
+
+    def __init__(self) -> None:
+        self._sent: list[object] = []
+        self._next = 0
+        self.fail_at: int | None = None  # for a test: collectives before one fails
+        self.reduced: list[torch.Tensor] | None = None  # this rank's contributions, if collected
+
+    def clear(self) -> None:
+        self._sent.clear()
+        self._next = 0
+
+    def rewind(self) -> None:
+        self._next = 0
+
+    def is_sent(self, collective: object) -> bool:
+        """Return whether the failed pass sent the next collective already; if not, list it."""
+        is_sent = self._next < len(self._sent)
+        if is_sent and self._sent[self._next] is not collective:
+            raise RuntimeError(
+                "survive_oom cannot finish the collectives of this rank: a short micro-batch has "
+                "them in another order. Training stops here; detach survive_oom for this model"
+            )
+        if not is_sent:
+            if len(self._sent) == self.fail_at:
+                raise torch.OutOfMemoryError("CUDA out of memory, to try what it leaves")
+            self._sent.append(collective)
+        self._next += 1
+        return is_sent
 
 
 class Sharded(Together):
