@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from accelerate.utils import recursively_apply
 from torch import nn
 
 from trainer_plugins.patched import Patches
@@ -149,26 +150,22 @@ def _num_each(value: Any, num: int) -> int:
 
 def _take(value: Any, rows: _Rows, num: int) -> Any:
     """Take these rows from a module's arguments, which have a multiple of `num` rows."""
-    if torch.is_tensor(value):
-        if not value.dim() or (len(value) == 1 and num > 1):
-            return value  # shared by all rows
-        if len(value) <= max(rows) or len(value) % num:
+
+    def take(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.dim() or (len(tensor) == 1 and num > 1):
+            return tensor  # shared by all rows
+        if len(tensor) <= max(rows) or len(tensor) % num:
             raise IndivisibleError(
-                f"a module gets a tensor of {len(value)} rows where its micro-batch has {num}"
+                f"a module gets a tensor of {len(tensor)} rows where its micro-batch has {num}"
             )
-        return value[list(rows)]
-    if isinstance(value, Mapping):
-        return {name: _take(each, rows, num) for name, each in value.items()}
-    if isinstance(value, tuple):
-        return tuple(_take(each, rows, num) for each in value)
-    return value
+        return tensor[list(rows)]
+
+    return recursively_apply(take, value)
 
 
 def _copy(outputs: Any) -> Any:
     """Copy the containers of tensors: CLIP replaces one of its tensors by a projection."""
-    if isinstance(outputs, Mapping):
-        return type(outputs)(**{name: _copy(each) for name, each in outputs.items()})
-    return tuple(map(_copy, outputs)) if isinstance(outputs, tuple) else outputs
+    return recursively_apply(lambda tensor: tensor, outputs)
 
 
 def _join(kept: Any, value: Any, rows: _Rows, num: int) -> Any:
