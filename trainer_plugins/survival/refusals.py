@@ -10,9 +10,9 @@ import torch
 from trainer_plugins.accumulation.modules import find_coupled_modules
 from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.survival.attempt.users_code import names_in
+from trainer_plugins.survival.exact.coupled import Seam
 from trainer_plugins.survival.exact.finality import hooks_of_gradients
 from trainer_plugins.survival.exact.losses import Family, NoFamily
-from trainer_plugins.survival.exact.seam import Seam
 from trainer_plugins.survival.ranks import kind_of
 from trainer_plugins.wrapped import base_model, compiles
 

@@ -14,6 +14,7 @@ from trainer_plugins.survival.certificate.comparison import Comparison, Loss, No
 from trainer_plugins.survival.certificate.held import Drawers, HeldAt
 from trainer_plugins.survival.certificate.neighbours import Neighbours
 from trainer_plugins.survival.certificate.samples import SHORT, Measurement
+from trainer_plugins.survival.exact.coupled import Seam
 from trainer_plugins.survival.exact.finality import (
     Watch,
     frozen,
@@ -24,7 +25,6 @@ from trainer_plugins.survival.exact.finality import (
 from trainer_plugins.survival.exact.gathers import Gathers
 from trainer_plugins.survival.exact.layouts import Layout
 from trainer_plugins.survival.exact.losses import Family
-from trainer_plugins.survival.exact.seam import Seam
 from trainer_plugins.survival.exact.shares import (
     IGNORED,
     WITHOUT_LABELS,

@@ -13,9 +13,9 @@ from trainer_plugins.accumulation.modules import COUPLED_MODELS, rope_boundary
 from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.oldest import too_old
 from trainer_plugins.survival.exact import coupled, shares
+from trainer_plugins.survival.exact.coupled import Coupling, Seam
 from trainer_plugins.survival.exact.layouts import Completions, Layout, Packed, Pairs, Rows
 from trainer_plugins.survival.exact.own_loss import find_owner, find_replaced_loss
-from trainer_plugins.survival.exact.seam import Coupling, Seam
 from trainer_plugins.wrapped import base_model
 
 
@@ -68,7 +68,7 @@ _ROWS = Family((Rows(),), (shares.ROWS,), shares.ROWS)
 _SPEECH = Family((Rows(),), (shares.ROWS, shares.SUM), shares.ROWS)
 _COMPLETIONS = Family((Completions(),), (shares.ROWS,), shares.COMPLETION_TOKENS)
 _PAIRS = Family((Pairs(),), (shares.ROWS,), shares.ROWS)
-# For losses that compare rows (`seam.py`).
+# For losses that compare rows (`Seam`).
 _SEEN_ROWS = Family((Rows(),), (shares.ALL_ROWS,), shares.ROWS)
 _SEEN_PAIRS = Family((Pairs(),), (shares.ALL_ROWS,), shares.ROWS)
 _VOUCHED = Family(

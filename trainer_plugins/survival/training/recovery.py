@@ -17,10 +17,9 @@ from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
 from trainer_plugins.survival.attempt.state import Moved, explain_not_divided, explain_rows_differ
 from trainer_plugins.survival.certificate.certificate import Kind, batch_kind
 from trainer_plugins.survival.certificate.comparison import report_no_room
-from trainer_plugins.survival.exact.coupled import ROW, Divided
+from trainer_plugins.survival.exact.coupled import ROW, Coupling, Divided, Seam
 from trainer_plugins.survival.exact.finality import explain_never_final, frozen
 from trainer_plugins.survival.exact.layouts import Layout, Rows
-from trainer_plugins.survival.exact.seam import Coupling, Seam
 from trainer_plugins.survival.exact.shares import IndivisibleError, Inputs, NumItems, Weight
 from trainer_plugins.survival.limit.ladder import CHECKPOINTING
 from trainer_plugins.survival.limit.limit import Pace, has_tokens, lower, num_that_fit, sizes
