@@ -32,21 +32,21 @@ def roots_of_state(model: nn.Module) -> Roots:
     for path, module in model.named_modules():
         objects.update(_roots_in(path, module))
     apart = _find_apart(Roots(objects), model)
-    for path, module in apart.items():
-        objects |= {f"{path}.{n}".rstrip("."): part for n, part in module.named_modules()}
+    objects.update(apart)
     return Roots(objects, find_code(objects), apart)
 
 
 def _find_apart(roots: Roots, model: nn.Module) -> dict[str, nn.Module]:
-    """Find modules that no module of the model has registered, by their paths."""
+    """Find modules, and those in them, that none of the model has registered, by their paths."""
     registered = {id(module) for module in model.modules()}
     found = dict(roots.objects)
     for holder, contents in walk(roots):
         found.update((holder.path_of(name), one) for name, one in contents.items())
     return {
-        path: one
+        name: part
         for path, one in found.items()
         if isinstance(one, nn.Module) and id(one) not in registered
+        for name, part in one.named_modules(prefix=path)
     }
 
 
@@ -97,6 +97,5 @@ def find_loss_roots(trainer: Any) -> Roots:
     code = find_code({**functions, **objects})
     apart = _find_apart(Roots(objects, (held, *code)), trainer.model)
     for path, module in apart.items():
-        for name, part in module.named_modules(prefix=path):
-            objects.update(_roots_in(name, part))
+        objects.update(_roots_in(path, module))
     return Roots(objects, (held, *find_code({**functions, **objects})), apart)

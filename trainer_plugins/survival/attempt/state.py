@@ -61,14 +61,9 @@ class State:
         for path, module in modules.items():
             if path not in roots.objects and module._buffers:
                 self._keep(buffers_of(path, module))
-        apart = {
-            name: part
-            for path, module in roots.apart.items()
-            for name, part in module.named_modules(prefix=path)
-        }
-        if has_parameters and (roots.objects or apart):  # the user's code may move any of them
-            users = roots.objects.keys() | apart.keys()
-            for path, module in (modules | apart).items():
+        users = roots.objects.keys() | roots.apart.keys()
+        if has_parameters and users:  # the user's code may move any of them
+            for path, module in {**modules, **roots.apart}.items():
                 self._keep(_parameters(path, module, is_users=path in users))
         for holder, contents in walk(roots):
             self._keep(holder, contents)
