@@ -27,10 +27,9 @@ class Batches:
             judged = judge_accumulation(trainer)
             if judged.effect in (Effect.SAME, Effect.SCALED):  # by its code
                 family, vouched = family_of(trainer, is_vouched=True), judged.why
-        unknown = [family.words] if isinstance(family, NoFamily) else []
         in_evaluation = explain_whole(trainer, family)
         self.why_whole = {
-            "training": [*refusals(trainer, family), *unknown],
+            "training": refusals(trainer, family),
             "evaluation": [in_evaluation] if in_evaluation else [],
             "unless vouched": [vouched] if vouched else [],
         }

@@ -19,7 +19,7 @@ from trainer_plugins.hf_trainer import HfArguments, HfState
 from trainer_plugins.patched import Patches
 from trainer_plugins.survival.engine import Engine
 from trainer_plugins.survival.exact.finality import holds_here
-from trainer_plugins.survival.exact.losses import NoFamily, family_of
+from trainer_plugins.survival.exact.losses import Family, family_of
 from trainer_plugins.survival.exact.own_loss import Delegation
 from trainer_plugins.survival.limit.ladder import RESIDENT_LAYERS, RUNGS, STREAM, descend
 from trainer_plugins.survival.memo import SurvivalMemo, memo_of
@@ -116,9 +116,7 @@ def survive_oom(
         reasons.append(
             "a trial showed that this torch does not finish gradients one by one: please report it"
         )
-    if isinstance(family, NoFamily):
-        reasons.append(family.words)
-    elif not reasons:
+    if isinstance(family, Family) and not reasons:
         compute_loss: Callable[..., Any] = trainer.compute_loss
         if family.delegated_to is not None:
             compute_loss = Delegation(trainer, compute_loss, family.delegated_to)

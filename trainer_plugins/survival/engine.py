@@ -230,8 +230,6 @@ class Engine:
         reasons = refusals(trainer, family)
         if isinstance(family, Family):
             attached.family = family
-        else:
-            reasons.append(family.why)
         if reasons:
             attached.refuse(reasons)
         else:

@@ -1,8 +1,6 @@
 """Refusals: explains which Trainers are unsupported; checked at attach and at each begin."""
 
-import inspect
 from collections.abc import Iterator
-from types import CodeType
 from typing import Any
 
 import torch
@@ -14,6 +12,7 @@ from trainer_plugins.survival.exact.coupled import Seam
 from trainer_plugins.survival.exact.finality import hooks_of_gradients
 from trainer_plugins.survival.exact.losses import Family, NoFamily
 from trainer_plugins.survival.ranks import kind_of
+from trainer_plugins.upkeep.stack import code_of
 from trainer_plugins.wrapped import base_model, compiles
 
 _NOT_TWICE = (
@@ -23,7 +22,7 @@ _NOT_TWICE = (
 
 
 def refusals(trainer: HfTrainer, family: Family | NoFamily) -> list[str]:
-    """List why this Trainer cannot survive OOM errors; `losses.py` judges the loss."""
+    """List why this Trainer cannot survive OOM errors; `family` is that of its loss."""
     reasons = [
         *_parallel(trainer),
         *_judge_compiled(trainer),
@@ -32,7 +31,9 @@ def refusals(trainer: HfTrainer, family: Family | NoFamily) -> list[str]:
         *_step_without_compute_loss(trainer),
         *_rivals(trainer),
     ]
-    if isinstance(family, Family) and isinstance(family.coupling, Seam):
+    if isinstance(family, NoFamily):
+        reasons.append(family.words)
+    elif isinstance(family.coupling, Seam):
         if not kind_of(trainer).passes_twice:
             reasons.append(_NOT_TWICE)
         if compiles(trainer.model):
@@ -106,8 +107,8 @@ def _names_in(kind: type, method: str) -> set[str]:
                 if name == "training_step":
                     found.add("compute_loss")
                 break
-            code = getattr(inspect.unwrap(vars(owner)[name]), "__code__", None)
-            names = set(names_in(code)) if isinstance(code, CodeType) else set()
+            code = code_of(vars(owner)[name])
+            names = {*names_in(code)} if code is not None else set[str]()
             found |= names
             waiting += names - followed
             followed |= names
