@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -31,7 +32,7 @@ from trainer_plugins.survival.words import report_not_attached
 logger = logging.getLogger(__name__)
 
 
-class Survival:
+class Survival(AbstractContextManager["Survival", None]):
     """Keeps a Trainer surviving OOMs until `detach` is called or its `with` block ends."""
 
     def __init__(self, trainer: Trainer, engine: Engine | None) -> None:
@@ -53,9 +54,6 @@ class Survival:
         memo.roll_call.leave()
         for rung in memo.rungs:
             descend(rung, self._trainer.model)
-
-    def __enter__(self) -> "Survival":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.detach()

@@ -22,7 +22,7 @@ from trainer_plugins.survival.attempt.users_code import (
 )
 from trainer_plugins.upkeep.stack import is_of_project
 
-_MOST_ITEMS = 1000  # longer collections hold rows: we compare them but do not descend
+MOST_ITEMS = 1000  # longer collections hold rows: we compare them but do not descend
 _MOST_KEPT = 100_000  # even longer ones are data
 _MOST_OBJECTS = 20_000
 
@@ -87,7 +87,7 @@ def walk(roots: Roots) -> Iterator[tuple[Holder, Contents]]:
 
     def follow(holder: Holder) -> Contents:
         contents = holder.read()
-        if holder.draw is None and len(contents) <= _MOST_ITEMS:
+        if holder.draw is None and len(contents) <= MOST_ITEMS:
             for name, value in contents.items():
                 if type(value) not in _ATOMS and not isinstance(value, torch.Tensor | np.ndarray):
                     waiting.append((holder.path_of(name), value))

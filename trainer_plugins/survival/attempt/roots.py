@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from trainer_plugins.survival.attempt.holders import (
+    MOST_ITEMS,
     Holder,
     Roots,
     describe_mapping,
@@ -22,8 +23,6 @@ from trainer_plugins.survival.attempt.users_code import (
     is_users_object,
     names_in,
 )
-
-_MOST_ITEMS = 1024  # longer lists and dictionaries hold rows
 
 
 def roots_of_state(model: nn.Module) -> Roots:
@@ -65,7 +64,7 @@ def _roots_in(path: str, module: nn.Module) -> Iterator[tuple[str, object]]:
 def _is_users(value: object) -> bool:
     if isinstance(value, list | tuple | deque | dict):
         inside = value.values() if isinstance(value, dict) else value
-        return any(map(is_users_object, inside)) if len(value) <= _MOST_ITEMS else False
+        return any(map(is_users_object, inside)) if len(value) <= MOST_ITEMS else False
     return is_users_object(value) and not isinstance(value, nn.Module)
 
 

@@ -15,6 +15,7 @@ from torch import nn
 from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.survival.attempt.generators import Generators
 from trainer_plugins.survival.attempt.holders import (
+    MOST_ITEMS,
     Contents,
     Holder,
     Roots,
@@ -26,8 +27,7 @@ from trainer_plugins.survival.attempt.holders import (
 
 _SMALL = 1 << 16  # largest tensor to copy, in numbers. Larger ones are tables and masks.
 
-_MOST_ITEMS = 1024
-_DEPTH = 8  # most items, and deepest nesting, of a list or dictionary to compare
+_DEPTH = 8  # deepest nesting of a list or dictionary to compare
 
 GROWN = "[...]"  # marks items appended to a list
 
@@ -260,7 +260,7 @@ def _copy_anew(value: Any, depth: int, made: _Made) -> Any:
             return value.detach().clone() if is_small else None
         return value.copy() if is_small else None
     if isinstance(value, list | tuple | deque):
-        return [_copy(item, depth - 1, made) for item in [*value][-_MOST_ITEMS:]]
+        return [_copy(item, depth - 1, made) for item in [*value][-MOST_ITEMS:]]
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, set | frozenset):
