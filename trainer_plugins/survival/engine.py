@@ -194,9 +194,18 @@ class Engine:
         if run.is_step_own:  # costs two hooks; a library's step is known
             micro.handed.watch(loss)
         micro.handed.drop_graph()
-        # The caller's frames hold the loss, and with it the graph.
-        work = partial(self._attached.backward, loss, **options)
-        failure = run.ranks.attempt(work, release=partial(_cut_off, loss))
+
+        def compute() -> None:
+            try:
+                self._attached.backward(loss, **options)
+            except (RuntimeError, MemoryError):
+                # The caller's frames hold the loss, and with it the graph. torch rejects a view;
+                # `judge_left_over` reports memory that stays.
+                if not loss._is_view():
+                    loss.detach_()
+                raise
+
+        failure = run.ranks.attempt(compute)
         if isinstance(failure, DidNotFit):
             recovery = _recovery(run, micro, **options)
             with collect_once():
@@ -321,8 +330,3 @@ def _stand_in(value: torch.Tensor) -> torch.Tensor:
     leaf = value.clone().requires_grad_()
     leaf.register_hook(refuse)  # type: ignore[no-untyped-call]
     return leaf.clone()
-
-
-def _cut_off(loss: torch.Tensor) -> None:
-    if not loss._is_view():  # torch rejects a view; `judge_left_over` reports memory that stays
-        loss.detach_()

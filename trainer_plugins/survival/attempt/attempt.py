@@ -18,7 +18,6 @@ from trainer_plugins.units import size
 from trainer_plugins.upkeep.holders import GROWTH_FRACTION, graphs_held, tensors_held
 
 T = TypeVar("T")
-Release = Callable[[], object] | None  # frees tensors that the frames above an attempt hold
 
 logger = logging.getLogger(__name__)
 
@@ -51,9 +50,7 @@ class DidNotFit(NamedTuple):
 DID_NOT_FIT_ELSEWHERE = DidNotFit("another rank ran out of memory", True, "", 0.0, is_here=False)
 
 
-def attempt(
-    work: Callable[[], T], release: Release = None, device: torch.device | None = None
-) -> T | DidNotFit:
+def attempt(work: Callable[[], T], device: torch.device | None = None) -> T | DidNotFit:
     """Run work. If it does not fit, all memory of its frames is free on return."""
     started = perf_counter()
     try:
@@ -71,8 +68,6 @@ def attempt(
         while link is not None:
             traceback.clear_frames(link.__traceback__)
             link = link.__context__
-    if release is not None:
-        release()
     # Reference counting does not free a graph with a cycle, such as checkpointing's.
     gc.collect()
     # On the CPU the backward pass runs in the calling thread.

@@ -123,7 +123,7 @@ class Neighbours:
             return _Passed(rows, drawn, moved)
 
         try:
-            outcome = attempt(work, device=self.device)
+            outcome = attempt(work, self.device)
         except torch.OutOfMemoryError:
             raise
         except Exception:  # noqa: BLE001 - the model's own

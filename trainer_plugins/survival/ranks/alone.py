@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from trainer_plugins.hf_trainer import HfTrainer
-from trainer_plugins.survival.attempt.attempt import DidNotFit, Release, attempt, card_of
+from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt, card_of
 from trainer_plugins.survival.exact.gathers import Exchanging
 from trainer_plugins.survival.limit.limit import SLACK, most, read_allowed_bytes
 from trainer_plugins.survival.micro_batch import MicroBatch
@@ -84,11 +84,9 @@ class Ranks(Exchanging):
         listed = (one for group in groups for one in group["params"])
         return tuple(one for one in listed if one.requires_grad and one not in known)
 
-    def attempt(
-        self, work: Callable[[], T], release: Release = None, *, is_end: bool = True
-    ) -> T | DidNotFit:
+    def attempt(self, work: Callable[[], T], *, is_end: bool = True) -> T | DidNotFit:
         """Run work that may not fit; with `is_end` False a backward pass is still to come."""
-        return attempt(work, release, self.device)
+        return attempt(work, self.device)
 
     def note_failure(self, phase: str, changed: set[nn.Parameter]) -> str:
         """Record an attempt that did not fit; return why the run cannot go on, empty if it can."""
@@ -128,7 +126,7 @@ class Ranks(Exchanging):
                 torch.zeros(1).double() if g is None else g.flatten().cpu().double() for g in found
             ]
 
-        return attempt(work, device=self.device)
+        return attempt(work, self.device)
 
     def clear(self) -> None:
         """Discard every gradient of this optimizer step, on all ranks."""

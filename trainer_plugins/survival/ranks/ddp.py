@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainer_plugins.advice import SMALLER_MICRO_BATCH, Door
 from trainer_plugins.hf_trainer import HfTrainer
-from trainer_plugins.survival.attempt.attempt import DidNotFit, Release
+from trainer_plugins.survival.attempt.attempt import DidNotFit
 from trainer_plugins.survival.exact.finality import GradientMark, frozen
 from trainer_plugins.survival.micro_batch import MicroBatch
 from trainer_plugins.survival.ranks.alone import Ranks
@@ -90,16 +90,14 @@ class DDP(Ranks):
         self._has_computed = self._is_armed = self._has_begun = False
         self._sent, self._used = set(), set()
 
-    def attempt(
-        self, work: Callable[[], T], release: Release = None, *, is_end: bool = True
-    ) -> T | DidNotFit:
+    def attempt(self, work: Callable[[], T], *, is_end: bool = True) -> T | DidNotFit:
         self._num_calls = 0
         with (
             self.model.register_forward_pre_hook(lambda *_: self._prepares()),
             self.bare.register_forward_pre_hook(lambda *_: self._computes()),
             self.bare.register_forward_hook(lambda *_: self._note_computed()),
         ):
-            return super().attempt(work, release, is_end=is_end)
+            return super().attempt(work, is_end=is_end)
 
     def note_failure(self, phase: str, changed: set[nn.Parameter]) -> str:
         progress, self._progress = self._progress, _Progress.OUTSIDE

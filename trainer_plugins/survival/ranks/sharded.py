@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from trainer_plugins.hf_trainer import HfTrainer
-from trainer_plugins.survival.attempt.attempt import DID_NOT_FIT_ELSEWHERE, DidNotFit, Release
+from trainer_plugins.survival.attempt.attempt import DID_NOT_FIT_ELSEWHERE, DidNotFit
 from trainer_plugins.survival.attempt.state import RestorePoint
 from trainer_plugins.survival.exact.shares import IndivisibleError
 from trainer_plugins.survival.limit.limit import most
@@ -122,12 +122,10 @@ class Sharded(Together):
         self.micros.append(micro)
         self._settle()
 
-    def attempt(
-        self, work: Callable[[], T], release: Release = None, *, is_end: bool = True
-    ) -> T | DidNotFit:
+    def attempt(self, work: Callable[[], T], *, is_end: bool = True) -> T | DidNotFit:
         trained = [p.requires_grad for p in self._parameters]
         with self._listing():
-            outcome = super().attempt(work, release)
+            outcome = super().attempt(work)
         has_failed = isinstance(outcome, DidNotFit)
         if isinstance(outcome, DidNotFit):
             self._finish_collectives(outcome, trained)
