@@ -8,6 +8,7 @@ accelerate takes its FSDP branch for accelerators only, and calls two gloo ranks
 
 import contextlib
 import gc
+import itertools
 import json
 import logging
 import os
@@ -54,6 +55,7 @@ from tests.survival.test_sweep import forgetting_each_step
 from trainer_plugins import survive_oom
 from trainer_plugins.survival import Survival
 from trainer_plugins.survival.attempt.attempt import CardReader as RealCard
+from trainer_plugins.survival.certificate import certificate
 from trainer_plugins.survival.memo import SurvivalMemo
 from trainer_plugins.survival.ranks.sharded import Sharded
 from trainer_plugins.upkeep.agreement import Agreement, RollCall
@@ -208,6 +210,9 @@ def make(folder: Path, case: dict):
     settings.setdefault("train_dataset", ragged_rows(case.get("num_rows", 64)))
     if "rows" in case:  # so many of each micro-batch, by rank
         settings["data_collator"] = lambda rows: padded(rows[: case["rows"][RANK]])
+    if "rows_in_turn" in case:
+        nums = itertools.cycle(case["rows_in_turn"])
+        settings["data_collator"] = lambda rows: padded(rows[: next(nums)])
     model = tiny_llama(**case.get("config", {})).double()
     if case.get("own_norm"):
         model.model.norm = torch.nn.Sequential(model.model.norm, Recentred(32).double())
@@ -313,6 +318,7 @@ def run_case(folder: Path, case: dict, reference: Run) -> dict:
         trainer.model.register_forward_pre_hook(card.refuse, with_kwargs=True)
     with (
         patch("trainer_plugins.survival.memo.card_of", lambda _: card or RealCard(None)),
+        patch.object(certificate, "_SPARING", case.get("sparing", certificate._SPARING)),
         as_torch_says(case.get("naive", False)),
         counted_votes() as votes,
     ):

@@ -67,6 +67,12 @@ EXACT: dict[str, dict[str, Any]] = {
         "settings": {**WINDOW, "average_tokens_across_devices": False},
     },
     "one rank has one row": {"fail": LATE_AND_EARLY, "settings": WINDOW, "rows": [1, 4]},
+    "measured again where windows begin with one row": {
+        "fail": {"1": {"1": [0.5]}},
+        "settings": {"gradient_accumulation_steps": 2, "steps": 4},
+        "rows_in_turn": [1, 4],
+        "sparing": 0,
+    },
     "after an evaluation": {"fail": {"1": {"2": [0.6]}, "0": {"4": [0.2]}}, "settings": EVALUATED},
     "nothing but checkpointing helps": {"fail": {"1": {"1": [0.5]}}, "rows": [1, 1]},
     "each rank has a folder of its own": {

@@ -64,16 +64,24 @@ class PlannedPieces(Recovery):
         return self._num_pieces
 
     def _first_pieces(self) -> list[Piece]:
-        """Return as many pieces as other ranks have, padded with the smallest, counted as 0."""
-        whole, num, pieces = self._micro.whole, self._num_pieces, [self._micro.whole]
-        # A layout that was not measured together, at the first micro-batch, is not divided.
-        known = self._layout is not None and self._run.certificate.knows(self._layout)
-        if self._layout and known and not self._run.certificate.new_classes(whole.inputs):
+        # What was not measured together, at the first micro-batch, is not divided.
+        if not self._run.certificate.new_classes(self._micro.whole.inputs):
             with suppress(IndivisibleError):
-                weight = self._run.certificate.weight(self._layout, self._kind)
-                cuts = [cut for cut in even(whole.num, num) if cut]
-                pieces = whole.parts(self._layout, cuts, weight, self._attached.family.share)
-        return _fill(pieces, num)
+                return self._pieces(self._num_pieces)
+        return _fill([self._micro.whole], self._num_pieces)
+
+    def _pieces(self, num: int) -> list[Piece]:
+        """Return `num` pieces, padded with some that count as 0 if this rank makes fewer.
+
+        This measures nothing: a measurement would overwrite the gradients of the window.
+        """
+        whole, smallest = self._micro.whole, self._attached.min_micro_batch
+        cuts = even(whole.num, max(1, min(num, whole.num // smallest)))
+        parts = [whole]
+        if len(cuts) > 1 and self._layout is not None:
+            weight = self._known_weight(self._layout)
+            parts = whole.parts(self._layout, cuts, weight, self._attached.family.share)
+        return _fill(parts, num)
 
     def _cut(self, piece: Piece) -> list[Piece]:
         return [piece]
@@ -140,16 +148,6 @@ class Replay(PlannedPieces):
                 replay._total = loss if replay._total is None else replay._total + loss
                 replay._note_computed(piece)
         return True
-
-    def _pieces(self, num: int) -> list[Piece]:
-        """Return `num` pieces, padded with some that count as 0 if this rank makes fewer."""
-        whole, smallest = self._micro.whole, self._attached.min_micro_batch
-        cuts = even(whole.num, max(1, min(num, whole.num // smallest)))
-        parts = [whole]
-        if len(cuts) > 1 and self._layout is not None:
-            weight = self._weight(self._layout, max(cuts))
-            parts = whole.parts(self._layout, cuts, weight, self._attached.family.share)
-        return _fill(parts, num)
 
     def _try_limit(self, piece: Piece | None, limit: float) -> None:
         self._weigh([self], limit)

@@ -323,9 +323,12 @@ class Recovery:
                 self._measure(layout, num_fit, is_due=is_due)
         except IndivisibleError as error:  # a buffer that changed is the reason
             raise IndivisibleError(self._run.what_moved or str(error)) from error
+        return self._known_weight(layout)
+
+    def _known_weight(self, layout: Layout) -> Weight:
         if self._run.what_moved:
             raise IndivisibleError(self._run.what_moved)
-        return certificate.weight(layout, self._kind)
+        return self._run.certificate.weight(layout, self._kind)
 
     def _measure(self, layout: Layout, num_fit: int, *, is_due: bool = True) -> None:
         self._has_looked = True
