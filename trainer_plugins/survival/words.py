@@ -16,6 +16,10 @@ SMALLER_MICRO_BATCH = (
 )
 
 
+def _count(num: int, units: str) -> str:
+    return f"{num} {units}" if num != 1 else f"1 {units[:-1]}"
+
+
 @dataclass(slots=True)
 class Story:
     """The events of one micro-batch."""
@@ -33,7 +37,7 @@ class Story:
     loss: str = ""  # measured kind of a vouched loss: "a mean over rows"
 
     def count(self, num: int) -> str:
-        return f"{num} {self.unit}" if num != 1 else f"1 {self.unit[:-1]}"
+        return _count(num, self.unit)
 
     def describe(self, piece: Piece) -> str:
         tokens = f" ({piece.num_cells} tokens, including padding)" if self.has_tokens else ""
@@ -61,7 +65,7 @@ class Story:
     def report_survived(self, whole: Piece, limit: str) -> Finding:
         seconds = sum(failure.seconds for failure in self.failures)
         evidence = [
-            f"{_num_failed(self.failures)}, {seconds:.2f} s",
+            f"{_count(len(self.failures), 'failed attempts')}, {seconds:.2f} s",
             f"the limit is now {limit}",
             self.failures[0].first_line,
         ]
@@ -85,8 +89,8 @@ class Story:
         return Finding.error(
             code="out-of-memory-refused",
             summary=f"survive_oom could not finish a micro-batch of {self.describe(whole)}",
-            evidence=f"{why}; {self._name_failure()}; {_num_failed(self.failures)}; "
-            + self.failures[0].first_line,
+            evidence=f"{why}; {self._name_failure()}; "
+            f"{_count(len(self.failures), 'failed attempts')}; {self.failures[0].first_line}",
             remedy=remedy,
         )
 
@@ -100,7 +104,7 @@ class Story:
         return "one piece" if num == 1 else f"{num} pieces of at most {self.count(largest)}"
 
     def _describe_notes(self) -> str:
-        graphs = "1 graph" if self.num_graphs == 1 else f"{self.num_graphs} graphs"
+        graphs = _count(self.num_graphs, "graphs")
         notes = f"; torch.compile compiled {graphs} for pieces" if self.num_graphs else ""
         if self.loss:
             notes += f"; you vouched for the loss: it was measured as {self.loss}"
@@ -126,10 +130,6 @@ def suggest_else(*, is_divisible: bool, is_checkpointing: bool) -> str:
         ways.append(advice.CHECKPOINTING.flag(Door.ARGUMENTS))
     ways += ["shorter sequences", "fewer trainable parameters", "a larger card"]
     return f"Remaining options: {', '.join(ways)}."
-
-
-def _num_failed(failures: list[DidNotFit]) -> str:
-    return "1 failed attempt" if len(failures) == 1 else f"{len(failures)} failed attempts"
 
 
 def report_not_attached(reasons: list[str]) -> Finding:

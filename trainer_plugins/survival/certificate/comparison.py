@@ -11,7 +11,7 @@ from torch import nn
 
 from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
 from trainer_plugins.survival.attempt.state import GROWN, Moved, State, explain_not_divided, is_same
-from trainer_plugins.survival.certificate.held import Drawers, round_differently
+from trainer_plugins.survival.certificate.held import OF_ROUNDING, Drawers, round_differently
 from trainer_plugins.survival.certificate.samples import Measurement, Probe
 from trainer_plugins.survival.exact.coupled import Divided
 from trainer_plugins.survival.exact.finality import Watch
@@ -33,8 +33,6 @@ _TOLERANCE_TF32 = 5e-3
 _TOLERANCE_LOW = 3e-2
 
 _LEAST_FRACTION = 1e-2  # of the largest gradient: a smaller one may be only rounding
-
-_OF_ROUNDING = 3.0  # times the error of other rounding; right weights reached 2.1
 
 _NOT_A_NUMBER = 1e9  # error of a part whose gradient or loss is not finite
 
@@ -169,7 +167,7 @@ class Comparison:
             f"its {self._what} is only rounding noise on {told.sample.num} examples, "
             f"{_NOT_MEASURABLE}"
         )
-        return least <= _OF_ROUNDING * self._farthest(noise if tells else 0.0)
+        return least <= OF_ROUNDING * self._farthest(noise if tells else 0.0)
 
     def _describe_mode(self) -> str:
         how = "in training mode" if self.ranks.bare.training else "in evaluation mode"

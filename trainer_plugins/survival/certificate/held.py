@@ -20,6 +20,9 @@ _FAR = 4.0  # farthest normal number at a level, in standard deviations
 
 _MOST_DIGITS = 64  # last digits between the numbers of rows: far below any tolerance
 
+# Times the effect of `round_differently`: a smaller one may be rounding. Right weights reached 2.1.
+OF_ROUNDING = 3.0
+
 _Named = dict[str, Any]  # the arguments of an operation, by name
 
 

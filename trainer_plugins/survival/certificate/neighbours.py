@@ -18,7 +18,7 @@ from transformers import set_seed
 from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
 from trainer_plugins.survival.attempt.generators import Generators, draw_all
 from trainer_plugins.survival.attempt.state import Moved, State, explain_rows_differ, is_same
-from trainer_plugins.survival.certificate.held import HeldAt, round_differently, signs
+from trainer_plugins.survival.certificate.held import OF_ROUNDING, HeldAt, round_differently, signs
 from trainer_plugins.survival.exact.layouts import Layout, Rows
 from trainer_plugins.survival.exact.shares import Inputs
 from trainer_plugins.wrapped import tensors_in
@@ -31,8 +31,6 @@ _LEVELS = {0.005: 0xD67B23A1, 0.995: 0xC4A6B812}  # and the words for `draw_all`
 
 # A module that gets the same rows may round them differently with another kernel.
 _LEAST_CHANGE, _NUM_DIGITS = 1e-5, 4  # relative to a row, and in last digits of its type
-
-_OF_ROUNDING = 3.0  # times the effect of other rounding: smaller changes may be rounding
 
 Draw = Callable[[], AbstractContextManager[object]]
 
@@ -195,7 +193,7 @@ def _describe(one: _Passed, other: _Passed, again: _Passed, num_alike: int) -> s
     for mine, theirs, rounded in zip(one.rows, other.rows, again.rows, strict=True):
         off, least = mine.off(theirs), mine.least
         if is_rounded:  # once a digit differs, later differences may be amplified rounding
-            least = max(least, _OF_ROUNDING * mine.off(rounded))
+            least = max(least, OF_ROUNDING * mine.off(rounded))
         is_rounded |= off > 0
         if off > least:
             kept = explain_rows_differ(one.moved, other.moved, ())
