@@ -113,7 +113,8 @@ class Replay(PlannedPieces):
         before = self._ranks.micros[:-1]
         window = [*(type(self)(self._run, micro, **self._options) for micro in before), self]
         is_clear = bool(self._story.failures)
-        if not is_clear and self._ranks.on_any(any(micro._lacks_weight() for micro in window)):
+        lacks = any(replay._lacks_weight(is_clear=False) for replay in window)
+        if not is_clear and self._ranks.on_any(lacks):
             self._ranks.clear()  # a measurement overwrites the gradients
             is_clear = True
         todo = window if is_clear else [self]
@@ -152,15 +153,18 @@ class Replay(PlannedPieces):
     def _try_limit(self, piece: Piece | None, limit: float) -> None:
         self._weigh([self], limit)
 
-    def _lacks_weight(self) -> bool:
-        """Return whether this rank needs a measurement; one that is only due waits for a window."""
-        certificate = self._run.certificate
-        if self._layout is None or self._micro.whole.num < 2:
+    def _lacks_weight(self, *, is_clear: bool) -> bool:
+        """Return whether this rank needs a measurement.
+
+        If there are gradients to lose, one that is only due waits for the first of a window.
+        """
+        certificate, whole = self._run.certificate, self._micro.whole
+        if self._layout is None or whole.num < 2:
             return False
-        inputs = self._micro.whole.inputs
-        if self._micro is self._ranks.micros[0]:
-            return certificate.wants(self._kind, inputs)
-        return certificate.is_new(self._kind, inputs)
+        first = next(micro for micro in self._ranks.micros if micro.whole.num > 1)
+        if is_clear or self._micro is first:
+            return certificate.wants(self._kind, whole.inputs)
+        return certificate.is_new(self._kind, whole.inputs)
 
     def _weigh(self, replays: list["Replay"], limit: float = math.inf) -> None:
         """Measure if a rank does not know the weights. There must be no gradients to lose."""
@@ -170,7 +174,7 @@ class Replay(PlannedPieces):
         if self._ranks.on_any(bool(why)):
             raise IndivisibleError(why or "a loss of your own was computed on another rank")
         for replay in replays:
-            if not self._ranks.on_any(replay._lacks_weight()):
+            if not self._ranks.on_any(replay._lacks_weight(is_clear=True)):
                 continue
             if self._ranks.on_any(replay._layout is None) or replay._layout is None:
                 raise IndivisibleError(
