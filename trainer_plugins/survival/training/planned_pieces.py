@@ -79,7 +79,7 @@ class PlannedPieces(Recovery):
         cuts = even(whole.num, max(1, min(num, whole.num // smallest)))
         parts = [whole]
         if len(cuts) > 1 and self._layout is not None:
-            weight = self._known_weight(self._layout)
+            weight = self._look_up_weight(self._layout)
             parts = whole.parts(self._layout, cuts, weight, self._attached.family.share)
         return _fill(parts, num)
 

@@ -323,9 +323,9 @@ class Recovery:
                 self._measure(layout, num_fit, is_due=is_due)
         except IndivisibleError as error:  # a buffer that changed is the reason
             raise IndivisibleError(self._run.what_moved or str(error)) from error
-        return self._known_weight(layout)
+        return self._look_up_weight(layout)
 
-    def _known_weight(self, layout: Layout) -> Weight:
+    def _look_up_weight(self, layout: Layout) -> Weight:
         if self._run.what_moved:
             raise IndivisibleError(self._run.what_moved)
         return self._run.certificate.weight(layout, self._kind)
