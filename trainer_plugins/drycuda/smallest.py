@@ -12,6 +12,9 @@ from trainer_plugins.snapshot.oom import sum_reserved
 from trainer_plugins.units import MIB
 
 
+_MOST_GUESSES = 6  # each may be little above the last one; then by bisection
+
+
 def smallest_room(
     card: SnapshotCard,
     rules: AllocatorRules,
@@ -37,16 +40,18 @@ def smallest_room(
             return None
         allocated_bytes = whole.peak_allocated_bytes
     low, high = allocated_bytes // MIB, -(-reserved // MIB)  # high succeeds
-    likely, fails_at = low, None
+    likely, wanted, num_left, fails_at = low, 0, _MOST_GUESSES, None
     while low < high:
-        tried = likely if low <= likely < high else (low + high) // 2
+        tried = likely if num_left > 0 and low <= likely < high else (low + high) // 2
+        num_left -= 1
         model = AllocatorModel(tried * MIB, rules)
         failure = _failure(model, run)
-        if failure is None:
-            high, likely = tried, tried - 1
+        if failure is None:  # one MiB less fails, if a failure has asked for this many
+            high, likely = tried, tried - 1 if tried == wanted else 0
         else:
             fails_at, num_bytes = failure
-            low, likely = tried + 1, -(-(model.reserved_bytes + num_bytes) // MIB)
+            low = tried + 1
+            likely = wanted = -(-(model.reserved_bytes + num_bytes) // MIB)
     return high * MIB, fails_at
 
 
