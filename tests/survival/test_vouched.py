@@ -79,6 +79,26 @@ def test_a_loss_of_ones_own_is_divided_as_it_is_measured(tmp_path, case: str) ->
     assert f"; you vouched for the loss: it was measured as {measured}" in told
 
 
+def test_tokens_of_short_answers_are_not_measured_one_by_one_in_each_micro_batch(
+    tmp_path, caplog
+) -> None:
+    """Few tokens of one micro-batch have labels, as if these were classes, and the next has others."""
+    caplog.set_level("INFO", "trainer_plugins")
+    answers = [{"input_ids": torch.arange(1, 19) + 17 * row} for row in range(6)]
+
+    def answering() -> Trainer:
+        sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1}
+        options = {"train_dataset": answers, "steps": 3, "compute_loss_func": by_rows}
+        model = tiny_llama(num_hidden_layers=1).double()
+        return small_trainer(tmp_path, model, **options, **sizes)
+
+    whole, survived = survive(answering, {0: 0.4, 1: 0.4, 2: 0.4}, vouch_for_loss=True)
+    assert gradients_off_by(survived, whole) <= 1e-6
+    measured = [line for line in caplog.messages if line.startswith("pieces add up, measured on")]
+    assert len(measured) == 1
+    assert " and one without (1 + 1) and for " in measured[0]
+
+
 class WarmsUp(Trainer):
     """Counts its calls, and lets more and more of the loss through."""
 

@@ -102,8 +102,9 @@ class Certificate:
     def new_classes(self, inputs: Inputs) -> frozenset[int]:
         """Return the unseen classes of a micro-batch that a loss might weight."""
         # While all rows are of one class, a mean weighted by class is a mean over rows.
-        there = samples.classes(inputs) if self._family.is_vouched else frozenset[int]()
-        return there - self._classes if len(there) > 1 else frozenset()
+        is_vouched, known = self._family.is_vouched, self._classes
+        there = samples.classes(inputs, known) if is_vouched else frozenset[int]()
+        return there - known if len(there) > 1 else frozenset()
 
     def note_computed(self, num_cells: int, step: int) -> None:
         self._computed += num_cells
@@ -296,7 +297,12 @@ def _describe_known(told: list[Measurement]) -> str:
     by_how: dict[str, list[str]] = {}
     for one in told:
         by_how.setdefault(one.how, []).append(one.sample.words)
-    measured = [f"{' and '.join(words)}, {how}" for how, words in by_how.items()]
+    # At most three samples show no label of their own.
+    more = {how: f" and for {len(words) - 4} more labels" for how, words in by_how.items()}
+    measured = [
+        f"{' and '.join(words[:4])}{more[how] if words[4:] else ''}, {how}"
+        for how, words in by_how.items()
+    ]
     return f"pieces add up, measured on {'; on '.join(measured)}"
 
 

@@ -1,6 +1,7 @@
 """Samples: chooses rows of a micro-batch, with two parts that should add up to the whole."""
 
 import math
+from collections.abc import Set
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -100,13 +101,15 @@ def _order_by_label(layout: Layout, inputs: Inputs) -> list[int]:
     return order
 
 
-def classes(inputs: Inputs) -> frozenset[int]:
+def classes(inputs: Inputs, known: Set[int] = frozenset()) -> frozenset[int]:
     """Return the labels of a micro-batch; empty if they are not integers, or too many."""
     labels = inputs.get("labels")
     if not torch.is_tensor(labels) or labels.is_floating_point():
         return frozenset()
-    there = {*labels.flatten().tolist()} - {IGNORED}
-    return frozenset(there if len(there) <= _MOST_CLASSES else ())
+    there = frozenset(labels.flatten().tolist()) - {IGNORED}
+    # A micro-batch of short answers has few tokens: only those of all micro-batches are many.
+    num = len(there if labels.dim() == 1 else there | known)
+    return there if num <= _MOST_CLASSES else frozenset()
 
 
 def labels_of_rows(inputs: Inputs) -> frozenset[int]:
