@@ -5,7 +5,7 @@ import importlib
 import math
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -68,9 +68,22 @@ class Lengths(NamedTuple):
         order = np.argsort(-self.sizes, kind="stable")[:num]
         return [int(index) for index in self.rows[order]]
 
+    def longest_with_padding(self, num: int) -> list[int]:
+        """Return the longest rows, followed by the shortest.
+
+        The shortest adds padding to the batch, as most batches have: models take a cheaper path
+        without padding, so rehearsing that would be too optimistic.
+        """
+        order = self.longest(max(1, num))
+        if num > 1:
+            order[min(num, len(order)) - 1 :] = [int(self.rows[np.argmin(self.sizes)])]
+        return order
+
     @property
-    def shortest(self) -> int:
-        return int(self.rows[np.argmin(self.sizes)])
+    def are_inputs(self) -> bool:
+        """Return whether a model's inputs were measured, not raw text, images or single labels."""
+        there = any(name == _LENGTH or _is_input(name) for name in self.columns)
+        return there and int(self.sizes.max(initial=0)) > 1
 
     def _sum(self, names: Iterable[str]) -> _Numbers:
         none = np.zeros(len(self.rows), np.int64)
@@ -83,18 +96,10 @@ def has_rows(dataset: object) -> bool:
 
 
 def longest_rows(dataset: Any, num: int) -> list[int]:
-    """Return the indices of the longest rows, followed by that of the shortest.
-
-    The shortest adds padding to the batch, as most batches have: models take a cheaper path without
-    padding, so rehearsing that would be too optimistic.
-    """
+    """Return the indices of the longest rows, followed by that of the shortest."""
     if not has_rows(dataset) or len(dataset) == 0:
         return []
-    lengths = lengths_of(dataset)
-    order = lengths.longest(max(1, num))
-    if num > 1:
-        order[min(num, len(order)) - 1 :] = [lengths.shortest]
-    return order
+    return lengths_of(dataset).longest_with_padding(num)
 
 
 def lengths_of(dataset: Any, seconds: float = 10.0) -> Lengths:
@@ -111,6 +116,37 @@ def lengths_of(dataset: Any, seconds: float = 10.0) -> Lengths:
         if names:
             return _measure_columns(dataset, names)
     return _measure_rows(dataset, seconds)
+
+
+def lengths_as_collated(dataset: Any, collate: Callable[[list[Any]], Any]) -> tuple[Lengths, str]:
+    """Return the lengths of rows, as the collator makes them if they are text or images.
+
+    The second value says why the longest may be others; it is empty if all were measured.
+    """
+    lengths, why = lengths_of(dataset), ""
+    if not lengths.are_inputs:
+        try:
+            collated = lengths_of(_Collated(dataset, collate))
+            lengths = collated if collated.are_inputs else lengths
+        except Exception as error:  # noqa: BLE001 - the user's own, which may need several rows
+            words = " ".join(f"{type(error).__name__}: {error}".split())
+            why = f"the rows hold no inputs, and the collator failed on a single one: {words}"
+    if len(lengths.rows) < lengths.num_rows:
+        why = f"only {len(lengths.rows):,} of {lengths.num_rows:,} rows were read, spread evenly"
+    return lengths, why
+
+
+class _Collated:
+    """Gives each row as a batch of its own."""
+
+    def __init__(self, rows: Any, collate: Callable[[list[Any]], Any]) -> None:
+        self._rows, self._collate = rows, collate
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._collate([self._rows[index]])
 
 
 def _measure_columns(dataset: Any, names: list[str]) -> Lengths:
@@ -194,8 +230,11 @@ def _size(value: object) -> int:
 
 def _choose_counted(names: list[str]) -> list[str]:
     """Return the columns that count: known inputs of models; if there are none, all."""
-    known = (*_OTHER_INPUTS, _ANSWER_WITH_PROMPT)
-    return [name for name in names if _holds_tokens(name) or name in known] or names
+    return [name for name in names if _is_input(name)] or names
+
+
+def _is_input(name: str) -> bool:
+    return _holds_tokens(name) or name in (*_OTHER_INPUTS, _ANSWER_WITH_PROMPT)
 
 
 def _holds_tokens(name: str) -> bool:

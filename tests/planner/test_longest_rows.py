@@ -73,6 +73,30 @@ def test_the_longest_row_is_found_wherever_it_stands(tmp_path, dataset, at: int)
     assert longest_rows(dataset, 1) == [at]
 
 
+@pytest.mark.parametrize("others", [{}, {"labels": 1}], ids=["raw", "with a label"])
+def test_rows_that_the_collator_turns_into_tokens_are_measured_as_it_makes_them(
+    tmp_path, others
+) -> None:
+    """As processors of images and text do: a row itself does not tell how long it will be."""
+    rows = [{"number": number, **others} for number in range(64)]
+    trainer = trainer_of(tmp_path, rows, remove_unused_columns=False)
+
+    def tokenize(raw):
+        return pad([{"input_ids": [1] * (LONG if one["number"] == 50 else SHORT)} for one in raw])
+
+    trainer.data_collator = tokenize
+    batch, unsure = longest_batch(trainer)
+    assert (batch["input_ids"].shape, unsure) == ((2, LONG), "")
+
+    def tokenize_pairs(raw):
+        assert len(raw) == 2, "these are pairs"
+        return tokenize(raw)
+
+    trainer.data_collator = tokenize_pairs
+    _, unsure = longest_batch(trainer)
+    assert "the collator failed on a single one: AssertionError: these are pairs" in unsure
+
+
 @pytest.mark.all
 def test_a_plan_names_the_data_set_that_it_could_not_read_whole(tmp_path) -> None:
     stream = IterableDataset.from_generator(lambda: iter(ROWS))

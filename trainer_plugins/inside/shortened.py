@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import IterableDataset, Subset
 from transformers import Trainer, TrainerCallback
 
-from trainer_plugins.longest import longest_rows
+from trainer_plugins.longest import has_rows, lengths_as_collated
 from trainer_plugins.patched import Patches
 
 _MOST_EVALUATED_BATCHES = 16
@@ -103,10 +103,14 @@ def take_the_longest_rows(trainer: Any, notes: list[str]) -> None:
         notes.append(f"{type(trainer).__name__} chose the rows, perhaps not the longest")
         return
     rows = trainer._train_batch_size
-    chosen = longest_rows(trainer.train_dataset, rows)
-    if not chosen:
+    if not has_rows(trainer.train_dataset) or len(trainer.train_dataset) == 0:
         notes.append("the rows are the first ones of the stream, perhaps not the longest")
         return
+    collate = trainer._get_collator_with_removed_columns(trainer.data_collator)
+    lengths, why_unsure = lengths_as_collated(trainer.train_dataset, collate)
+    chosen = lengths.longest_with_padding(rows)
+    if why_unsure:
+        notes.append(f"perhaps not the longest rows: {why_unsure}")
     num = trainer.args.max_steps * trainer.args.gradient_accumulation_steps
     batch = (chosen * rows)[:rows]
     order = batch * (num * trainer.args.world_size)

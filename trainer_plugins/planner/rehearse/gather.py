@@ -15,7 +15,7 @@ import torch
 from trainer_plugins.devices.host import HostDevice
 from trainer_plugins.draws import keep_draws
 from trainer_plugins.launch.main_memory import HostLimits
-from trainer_plugins.longest import has_rows, lengths_of
+from trainer_plugins.longest import has_rows, lengths_as_collated, lengths_of
 from trainer_plugins.planner.cards import Card
 from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.rehearse import rollout, ship
@@ -175,11 +175,13 @@ def _longest_batch(trainer: Any, dataset: Any, rows: int, name: str) -> tuple[ob
             dataset = trainer._remove_unused_columns(dataset, description="planning")
     else:  # As the Trainer does; a stream may not know its columns.
         collator = trainer._get_collator_with_removed_columns(collator, description="planning")
-    chosen, unread = _longest_of(dataset, rows, name, 50 * rows)
+    chosen, unread = _longest_of(dataset, rows, name, 50 * rows, collator)
     return collator(chosen), unread
 
 
-def _longest_of(dataset: Any, num: int, name: str, num_streamed: int) -> tuple[list[Any], str]:
+def _longest_of(
+    dataset: Any, num: int, name: str, num_streamed: int, collate: Any = None
+) -> tuple[list[Any], str]:
     """Return the `num` longest rows of a dataset (they may repeat), and a note on unread rows."""
     unread = ""
     if not has_rows(dataset):
@@ -189,7 +191,8 @@ def _longest_of(dataset: Any, num: int, name: str, num_streamed: int) -> tuple[l
             unread = f"the {name} ({kind}) has no length, and its first {len(dataset):,} were read"
     if not len(dataset):
         raise PlanError(f"the {name} is empty")
-    lengths = lengths_of(dataset)
+    lengths, why = lengths_as_collated(dataset, collate) if collate else (lengths_of(dataset), "")
+    unread = unread or why
     if len(lengths.rows) < lengths.num_rows:
         unread = (
             f"of the {lengths.num_rows:,} rows of the {name} ({type(dataset).__name__}) only"
