@@ -161,6 +161,49 @@ def test_every_expert_gets_its_share(tmp_path: Path) -> None:
     assert plan.moments["optimizer step"].allocated_bytes == pytest.approx(both, rel=0.02)
 
 
+_SPARSE = TRAINS.replace(
+    "Trainer(model=model",
+    """
+class Unclipped(Trainer):  # no norm of a sparse gradient is computed
+    def _get_grad_norm(self, *args, **kwargs):
+        return torch.zeros(())
+
+table = model.get_input_embeddings()
+model.set_input_embeddings(torch.nn.Embedding(*table.weight.shape, sparse=True).bfloat16())
+args.max_grad_norm, args.save_strategy = 0, "no"
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+Unclipped(optimizers=(optimizer, None), model=model""",
+)
+
+
+def test_a_run_is_resumed_with_the_optimizer_that_its_trainer_was_given(tmp_path: Path) -> None:
+    """Its states are loaded into one with as many groups of parameters."""
+    script = TRAINS.replace(
+        "Trainer(model=model",
+        "optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)\n"
+        "Trainer(optimizers=(optimizer, None), model=model",
+    ).replace('eval_strategy="epoch", ', "")
+    plan = plan_of(place(tmp_path, script), "--gpu", "24GiB")
+    again, first = (plan.moments[name].allocated_bytes for name in ("resume", "backward"))
+    assert again == pytest.approx(first, rel=0.01)
+
+
+def test_sparse_gradients_are_counted(tmp_path: Path) -> None:
+    plan = plan_of(place(tmp_path, _SPARSE), "--gpu", "24GiB")
+    assert plan.breakdown["gradients"] > 0
+
+
+def test_rows_that_the_collator_turns_into_tokens_are_the_longest_too(tmp_path: Path) -> None:
+    script = TRAINS.replace(
+        "def padded(batch):", "def padded(raw):\n    batch = [r()[0] for r in raw]"
+    )
+    place(tmp_path, script.replace("rows.append({", "rows.append(lambda ids=ids: [{").replace(
+        '"labels": ids})', '"labels": ids}])'
+    ))  # fmt: skip
+    plan = plan_of(tmp_path, "--gpu", "24GiB")
+    assert plan.planned["batch"].startswith("4 rows at once of 512 tokens")
+
+
 def test_over_several_cards_the_smallest_is_that_of_one_run(tmp_path: Path) -> None:
     script = TRAINS.replace("dtype=torch.bfloat16)", 'dtype=torch.bfloat16, device_map="balanced")')
     plan = plan_of(place(tmp_path, script), "--gpu", "24GiB", "--num-gpus", "2")

@@ -25,9 +25,9 @@ class Namer:
             self._of_model = [*model.named_parameters(), *model.named_buffers()]
         found = {}
         for category, name, tensor in self._tensors(what):
-            local = getattr(tensor, "_local_tensor", tensor)  # for a DTensor
-            if local.is_cuda and local.numel():
-                found[local.data_ptr()] = (category, name)
+            for local in _dense_parts(getattr(tensor, "_local_tensor", tensor)):  # for a DTensor
+                if local.is_cuda and local.numel():
+                    found[local.data_ptr()] = (category, name)
         return time.time_ns() // 1000, found
 
     def _tensors(self, what: str) -> Iterator[tuple[str, str, torch.Tensor]]:
@@ -47,6 +47,11 @@ class Namer:
             for state in states.values() if isinstance(states, Mapping) else ():
                 if isinstance(state, torch.Tensor):
                     yield what, names.get(parameter, ""), state
+
+
+def _dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors that hold the memory of a gradient of `Embedding(sparse=True)`."""
+    return [tensor._values(), tensor._indices()] if tensor.layout is torch.sparse_coo else [tensor]
 
 
 def count_parameters(model: Any) -> tuple[int, int]:

@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from torch.nn.modules.module import register_module_forward_pre_hook
 
@@ -177,6 +178,14 @@ def _cast_bytes(trainer: Any) -> int:
     return sum(4 * each.numel() for each in trained if each.dtype != torch.float32)
 
 
+def _read_given(trainer: Any) -> tuple[Any, Any]:
+    """Return the optimizer and the scheduler that a Trainer was given; it makes others itself."""
+    optimizer = trainer.optimizer
+    if optimizer is None or isinstance(optimizer, AcceleratedOptimizer):  # of an earlier training
+        return None, None
+    return optimizer, trainer.lr_scheduler
+
+
 class _Observer:
     """Reads the peaks of a Trainer's moments, continuing those of an earlier training."""
 
@@ -215,6 +224,7 @@ class _Observer:
         from trainer_plugins.inside.shortened import OnceInTheEnd, take_the_longest_rows
 
         trainer, args = self._trainer, self._trainer.args
+        self._given = _read_given(trainer)
         trains = _RESUMES not in os.environ
         evaluates = trains and self._evaluates(caller)
         saves = trains and args.save_strategy != "no"
@@ -255,7 +265,9 @@ class _Observer:
                 return
             trainer.accelerator.free_memory()
             for holder in (trainer, trainer.callback_handler):
-                holder.optimizer = holder.lr_scheduler = None
+                holder.optimizer, holder.lr_scheduler = self._given
+            if self._given[0] is not None:
+                self._given[0].state.clear()
             trainer.model.zero_grad(set_to_none=True)
             gc.collect()
         folder = get_last_checkpoint(args.output_dir)

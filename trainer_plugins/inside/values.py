@@ -94,6 +94,8 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return NotImplemented  # DTensor and the like return here with their local tensors
         if not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)  # an operator of graphs: its body returns here
+        if any(isinstance(each, torch.Tensor) and each.is_sparse and each.is_cuda for each in args):
+            return func(*args, **kwargs)  # it has no storage of its own
         given = _tensors((args, kwargs))
         is_on_card = any(each.is_cuda for each in given) or _is_made_there(kwargs)
         if not is_on_card and not self._all:
