@@ -193,14 +193,20 @@ def test_sparse_gradients_are_counted(tmp_path: Path) -> None:
     assert plan.breakdown["gradients"] > 0
 
 
+_COLLATES = TRAINS.replace('eval_strategy="epoch", ', "remove_unused_columns=False, ").replace(
+    'rows.append({"input_ids": ids, "labels": ids})',
+    'rows.append({"number": number})',
+).replace(
+    "def padded(batch):",
+    """
+def padded(raw):
+    tokens = [torch.ones(16 * (1 + row["number"] % 32), dtype=torch.long) for row in raw]
+    batch = [{"input_ids": each, "labels": each} for each in tokens]""",
+)  # fmt: skip
+
+
 def test_rows_that_the_collator_turns_into_tokens_are_the_longest_too(tmp_path: Path) -> None:
-    script = TRAINS.replace(
-        "def padded(batch):", "def padded(raw):\n    batch = [r()[0] for r in raw]"
-    )
-    place(tmp_path, script.replace("rows.append({", "rows.append(lambda ids=ids: [{").replace(
-        '"labels": ids})', '"labels": ids}])'
-    ))  # fmt: skip
-    plan = plan_of(tmp_path, "--gpu", "24GiB")
+    plan = plan_of(place(tmp_path, _COLLATES), "--gpu", "24GiB")
     assert plan.planned["batch"].startswith("4 rows at once of 512 tokens")
 
 
