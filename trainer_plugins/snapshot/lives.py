@@ -81,7 +81,7 @@ def lives_of(card: SnapshotCard, repeated: RepeatedTrace | None) -> list[Life]:
         at_start |= (used for segment in repeated.trace.segments for used in segment.used())
         first = len(card.events) - len(repeated.trace.events)
     else:
-        first = find_first_known(card)
+        first = find_first_known(card) or 0
     lives: list[Life] = []
     alive: dict[int, Life] = {}
     for position, event in enumerate(card.events[first:], first):

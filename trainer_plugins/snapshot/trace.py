@@ -44,10 +44,13 @@ class NotModelledError(ValueError):
     """Says in one line why a trace cannot be repeated on the allocator's model."""
 
 
-def find_first_known(card: SnapshotCard) -> int:
-    """Return the first event from which on the recording has no gap."""
+def find_first_known(card: SnapshotCard) -> int | None:
+    """Return the first event from which on the recording has no gap.
+
+    None if recording stopped before the dump: most events do not fit the segments.
+    """
     first = _undo_to_gap(card)
-    return 0 if _has_lost_its_end(card, first) else first
+    return None if first > len(card.events) / 2 and not _misses_events(card) else first
 
 
 def _undo_to_gap(card: SnapshotCard) -> int:
@@ -67,21 +70,15 @@ def _undo_to_gap(card: SnapshotCard) -> int:
     return 0
 
 
-def has_lost_its_end(card: SnapshotCard) -> bool:
-    """Return whether recording stopped before the dump: most events do not fit the segments."""
-    return _has_lost_its_end(card, _undo_to_gap(card))
-
-
-def _has_lost_its_end(card: SnapshotCard, first: int) -> bool:
-    if first <= len(card.events) / 2:
-        return False
-    last: dict[int, str] = {}  # the last action at each address
+def _misses_events(card: SnapshotCard) -> bool:
+    """Return whether an action comes twice in a row at one address."""
+    last: dict[int, str] = {}
     for event in card.events:
         if event.action in _CHANGES:
             if last.get(event.address) == event.action:
-                return False  # twice in a row: events are missing within the recording too
+                return True
             last[event.address] = event.action
-    return True
+    return False
 
 
 def trace_of(card: SnapshotCard, source: str) -> Trace:
@@ -92,7 +89,7 @@ def trace_of(card: SnapshotCard, source: str) -> Trace:
     has_others = card.has_taken or not all(each.is_expandable for each in card.segments)
     if has_expandable and has_others:
         raise NotModelledError("some of its segments are expandable and others not")
-    events = card.events[find_first_known(card) :]
+    events = card.events[find_first_known(card) or 0 :]
     segments = _Start(card, events, has_expandable).segments()
     return Trace(source, has_expandable, tuple(segments), events)
 

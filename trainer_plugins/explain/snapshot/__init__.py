@@ -27,7 +27,7 @@ from trainer_plugins.snapshot.lives import Life, peak_of
 from trainer_plugins.snapshot.oom import SnapshotCase, case_of
 from trainer_plugins.snapshot.pickled import NotReadableError, pause_collection
 from trainer_plugins.snapshot.stacks import lines_of
-from trainer_plugins.snapshot.trace import find_first_known, has_lost_its_end, ranges_after
+from trainer_plugins.snapshot.trace import find_first_known, ranges_after
 from trainer_plugins.units import MIB, percent, size
 
 _MOST_LINES = 8
@@ -130,12 +130,12 @@ def _unknown(case: SnapshotCase, tries: Tries) -> Iterator[str]:
             "The moment of the peak: the file has no events; record them with"
             " torch.cuda.memory._record_memory_history(context='alloc', max_entries=100_000)"
         )
-    elif has_lost_its_end(case.card):
+    elif (gap := find_first_known(case.card)) is None:
         yield (
             "What happened between the last event and the dump: recording had stopped; call"
             " _dump_snapshot first"
         )
-    elif gap := find_first_known(case.card):
+    elif gap:
         yield f"The first {gap:,} events were left out: recording stopped and started again"
     if unknown := case.held.categories.get("unknown", 0):
         yield (
