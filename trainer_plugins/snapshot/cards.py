@@ -94,8 +94,8 @@ class SnapshotCard:
     segments: tuple[Segment, ...]
     events: tuple[Event, ...]
     waits: tuple[Wait, ...]
-    has_mapped: bool  # whether pages were mapped, as expandable segments do
-    has_taken: bool  # whether segments were allocated
+    has_mapped: bool  # whether it has, or had, expandable segments, into which pages are mapped
+    has_taken: bool  # whether it has, or had, other segments
 
     @property
     def allocated_bytes(self) -> int:
@@ -189,7 +189,7 @@ class _Reader:
         found: list[Event] = []
         waits: list[Wait] = []
         released: dict[int, int] = {}
-        names = set()
+        names = {"segment_map" if each.is_expandable else "segment_alloc" for each in segments}
         for number, each in enumerate(raw):
             name = each["action"]
             names.add(name)

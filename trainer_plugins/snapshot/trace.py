@@ -85,31 +85,24 @@ def trace_of(card: SnapshotCard, source: str) -> Trace:
     """Undo the events of a card, as far as they are complete, or raise NotModelledError."""
     if any(segment.is_private for segment in card.segments):
         raise NotModelledError("it has private pools (of CUDA graphs), which are not modelled")
-    has_expandable = card.has_mapped or any(each.is_expandable for each in card.segments)
-    has_others = card.has_taken or not all(each.is_expandable for each in card.segments)
-    if has_expandable and has_others:
+    if card.has_mapped and card.has_taken:
         raise NotModelledError("some of its segments are expandable and others not")
-    events = card.events[find_first_known(card) or 0 :]
-    segments = _Start(card, events, has_expandable).segments()
-    return Trace(source, has_expandable, tuple(segments), events)
+    first = find_first_known(card) or 0
+    start = _Start(card, card.events[first:])
+    found = start.ranges(ranges_after(card, first - 1)) if card.has_mapped else start.segments()
+    return Trace(source, card.has_mapped, tuple(found), card.events[first:])
 
 
 class _Start:
-    def __init__(self, card: SnapshotCard, events: Sequence[Event], expandable: bool) -> None:
-        self._expandable = expandable
+    def __init__(self, card: SnapshotCard, events: Sequence[Event]) -> None:
         self._events = events
         self._live: dict[int, int | None] = {}  # block sizes; None if only the request is known
         self._requested: dict[int, int] = {}
         self._taken: dict[int, tuple[int, int, bool]] = {}  # segments: bytes, stream, small
-        self._mapped = _Ranges()
-        self._ranges: dict[int, tuple[int, bool]] = {}  # stream and pool, by some address
+        self._pools: dict[int, tuple[int, bool]] = {}  # of mapped pages: stream, small
         for segment in card.segments:
-            if expandable:
-                self._mapped.add(segment.address, segment.address + segment.num_bytes)
-                self._ranges[segment.address] = (segment.stream, segment.is_small)
-            else:
-                about = (segment.num_bytes, segment.stream, segment.is_small)
-                self._taken[segment.address] = about
+            pool = self._pools[segment.address] = (segment.stream, segment.is_small)
+            self._taken[segment.address] = (segment.num_bytes, *pool)
             self._live |= {one.address: one.num_bytes for one in segment.blocks if one.is_active}
         for event in reversed(events):
             self._undo(event)
@@ -120,20 +113,13 @@ class _Start:
             self._live.pop(address, None)
         elif event.action == "free":
             self._live[address], self._requested[address] = None, size
-        elif event.action == "segment_alloc" and self._expandable:
-            self._mapped.remove(address, address + size)
-            self._ranges.setdefault(address, (event.stream, size % LARGE_SEGMENT_BYTES > 0))
         elif event.action == "segment_alloc":
             self._taken.pop(address, None)
-        elif event.action == "segment_free" and self._expandable:
-            self._mapped.add(address, address + size)
+            self._pools.setdefault(address, (event.stream, size % LARGE_SEGMENT_BYTES > 0))
         elif event.action == "segment_free":
             self._taken[address] = (size, event.stream, size == SMALL_SEGMENT_BYTES)
 
     def segments(self) -> Iterator[StartSegment]:
-        if self._expandable:
-            yield from self._cut_ranges()
-            return
         addresses = sorted(self._live)
         behind = self._first_behind(addresses)
         for start, (size, stream, is_small) in sorted(self._taken.items()):
@@ -183,10 +169,9 @@ class _Start:
         if position < end:
             yield "free", end - position
 
-    def _cut_ranges(self) -> Iterator[StartSegment]:
+    def ranges(self, mapped: Sequence[tuple[int, int]]) -> Iterator[StartSegment]:
         """Cut each range of addresses into pieces; each stream and pool has its own range."""
-        addresses, mapped = sorted(self._live), self._mapped.join()
-        known = sorted(self._ranges.items())
+        addresses, known = sorted(self._live), sorted(self._pools.items())
         starts = known[:1] + [after for before, after in pairwise(known) if before[1] != after[1]]
         edges = [start for start, _ in starts[1:]] + [1 << 62]
         lows = [low for low, _ in mapped]
