@@ -93,7 +93,7 @@ def _train(request: PlanRequest) -> None:
         "planned": describe_run(request, trainer, args),
         "notes": rehearsed.assumptions,
     }
-    if rehearsed.make_evaluation_batch is not None:
+    if rehearsed.evaluation_batch is not None:
         mine: Any = trainer.args  # they request no evaluation: there was no data set
         mine.eval_strategy, mine.eval_steps, trainer.eval_dataset = "steps", _NO_END, [0]
     _give_batches(rehearsed, request)
@@ -132,25 +132,23 @@ def _rehearse(request: PlanRequest, build: Build) -> Rehearsed:
 def _give_batches(rehearsed: Rehearsed, request: PlanRequest) -> None:
     trainer: Any = rehearsed.trainer  # mypy forbids replacing methods
     num_batches = (OPTIMIZER_STEPS + 1) * trainer.args.gradient_accumulation_steps
-    make = _pad if rehearsed.has_padding else lambda batch: batch
-    for_training, for_evaluation = rehearsed.make_batch, rehearsed.make_evaluation_batch
-    number = request.source.num_evaluation_batches
-    trainer.get_train_dataloader = lambda: loader(
-        trainer, lambda: make(for_training()), num_batches
-    )
-    if for_evaluation is not None:
-        trainer.get_eval_dataloader = lambda *_, **__: loader(
-            trainer, lambda: make(for_evaluation()), number
-        )
+    batch, evaluation = rehearsed.batch, rehearsed.evaluation_batch
+    if rehearsed.has_padding:
+        _pad(batch, evaluation)
+    trainer.get_train_dataloader = lambda: loader(trainer, batch, num_batches)
+    if evaluation is not None:
+        number = request.source.num_evaluation_batches
+        trainer.get_eval_dataloader = lambda *_, **__: loader(trainer, evaluation, number)
     if rollout.generates(trainer):
         rollout.prepare(trainer, request.card)
 
 
-def _pad(batch: Batch) -> Batch:
+def _pad(*batches: Batch | None) -> None:
     """Make the first row one token shorter than the others; prompts keep their own lengths."""
-    if isinstance(batch, Mapping) and isinstance(mask := batch.get("attention_mask"), torch.Tensor):
-        mask[0, -1] = 0
-    return batch
+    for batch in batches:
+        mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+        if isinstance(mask, torch.Tensor):
+            mask[0, -1] = 0
 
 
 if __name__ == "__main__":

@@ -72,11 +72,11 @@ def rehearse(source: ConfigSource, build: Build) -> Rehearsed:
     if count_sharers(trainer, "sp") > 1:
         inputs.tokens["position_ids"] = inputs.tokens["input_ids"]
         assumptions.append(_POSITIONS)
-    eval_rows = args.per_device_eval_batch_size
+    evaluated = inputs.batch(args.per_device_eval_batch_size) if args.do_eval else None
     return Rehearsed(
         trainer=trainer,
-        make_batch=lambda: inputs.batch(rows),
-        make_evaluation_batch=(lambda: inputs.batch(eval_rows)) if args.do_eval else None,
+        batch=inputs.batch(rows),
+        evaluation_batch=evaluated,
         has_padding=has_padding,
         assumptions=assumptions,
     )

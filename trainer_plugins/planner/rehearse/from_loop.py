@@ -15,7 +15,7 @@ from trainer_plugins.planner.rehearse.gather import longest_batch
 from trainer_plugins.planner.rehearse.loops import WORDS, Loop, loop_of
 from trainer_plugins.planner.rehearse.model_of_config import adapter_of, load_model
 from trainer_plugins.planner.rehearse.refusals import GIVE_A_TRAINER
-from trainer_plugins.planner.rehearse.rehearsal import Build, Rehearsed, copy_batch
+from trainer_plugins.planner.rehearse.rehearsal import Build, Rehearsed
 from trainer_plugins.planner.request import ConfigSource
 
 # A mask separates the texts of a row, and a kernel has a block for each; one text has no mask.
@@ -40,11 +40,11 @@ def rehearse(source: ConfigSource, build: Build) -> Rehearsed:
     if build.args.do_eval:
         sizes.append(build.args.per_device_eval_batch_size)
     with _disable_current_modes():
-        batches = [longest_batch(trainer, rows)[0] for rows in sizes]
+        batch, *for_evaluation = [longest_batch(trainer, rows)[0] for rows in sizes]
     return Rehearsed(
         trainer=trainer,
-        make_batch=lambda: copy_batch(batches[0]),
-        make_evaluation_batch=(lambda: copy_batch(batches[1])) if build.args.do_eval else None,
+        batch=batch,
+        evaluation_batch=for_evaluation[0] if for_evaluation else None,
         has_padding=build.has_padding is not False,
         assumptions=[*assumptions, *said],
     )

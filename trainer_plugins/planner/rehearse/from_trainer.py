@@ -8,7 +8,7 @@ import torch
 
 from trainer_plugins.planner.rehearse import rollout, ship
 from trainer_plugins.planner.rehearse.liger import replace_again
-from trainer_plugins.planner.rehearse.rehearsal import Build, Rehearsed, copy_batch, other_models
+from trainer_plugins.planner.rehearse.rehearsal import Build, Rehearsed, other_models
 from trainer_plugins.planner.rehearse.spread import spread
 from trainer_plugins.planner.request import TrainerSource
 from trainer_plugins.wrapped import base_model
@@ -22,13 +22,8 @@ def rehearse(source: TrainerSource, build: Build) -> Rehearsed:
         for part in sent["model"].modules():
             _give_its_own_weight(part)
     trainer = _revive(sent, source.device_map, build)
-    batch = ship.loads(source.batch)
     evaluation = ship.loads(source.evaluation_batch) if source.evaluation_batch else None
-    return Rehearsed(
-        trainer=trainer,
-        make_batch=lambda: copy_batch(batch),
-        make_evaluation_batch=(lambda: copy_batch(evaluation)) if evaluation is not None else None,
-    )
+    return Rehearsed(trainer, ship.loads(source.batch), evaluation)
 
 
 def _revive(sent: dict[str, Any], device_map: Mapping[str, int], build: Build) -> Any:

@@ -1,6 +1,5 @@
 """Define the settings from which a plan's process builds a Trainer, and the Trainer it builds."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
@@ -27,8 +26,8 @@ class Rehearsed:
     """Holds a Trainer with its model on the card, and its batches."""
 
     trainer: HfTrainer
-    make_batch: Callable[[], Batch]
-    make_evaluation_batch: Callable[[], Batch] | None  # None if the run does not evaluate
+    batch: Batch
+    evaluation_batch: Batch | None  # None if the run does not evaluate
     has_padding: bool = False  # whether to pad batches; a user's own batches stay as they are
     assumptions: list[str] = field(default_factory=list)
 
@@ -41,15 +40,15 @@ def other_models(trainer: HfTrainer) -> list[torch.nn.Module]:
     return [value for key, value in others.items() if key not in trained]
 
 
-def loader(trainer: HfTrainer, make: Callable[[], Batch], num_batches: int) -> object:
-    """Return a loader with this many batches for each rank."""
+def loader(trainer: HfTrainer, batch: Batch, num_batches: int) -> object:
+    """Return a loader with this many copies of a batch for each rank."""
     # Cards that share a row get the same batch (accelerate/data_loader.py, prepare_data_loader),
     # except under DeepSpeed, which gathers the batches of such cards.
     num_readers = trainer.accelerator.num_processes // count_sharers(trainer, "cp", "tp")
     loader: object = torch.utils.data.DataLoader(
         range(num_batches * num_readers),  # type: ignore[arg-type]
         batch_size=1,
-        collate_fn=lambda _: make(),
+        collate_fn=lambda _: tree_map_only(torch.Tensor, torch.clone, batch),
     )
     return trainer.accelerator.prepare_data_loader(loader)
 
@@ -58,8 +57,3 @@ def count_sharers(trainer: HfTrainer, *kinds: str) -> int:
     """Return how many cards work on the same rows by these kinds of parallelism: cp, sp, tp."""
     sizes = trainer.accelerator.parallelism_config  # None, or without sp_size in accelerate 1.10
     return prod(getattr(sizes, f"{kind}_size", 1) for kind in kinds)
-
-
-def copy_batch(batch: Any) -> Any:
-    """Copy a batch: a collator returns a new one each time."""
-    return tree_map_only(torch.Tensor, torch.clone, batch)
