@@ -45,7 +45,7 @@ def unavailable_reason() -> str | None:
     return nvml.unavailable_reason()
 
 
-class DryCuda:
+class DryCuda(contextlib.AbstractContextManager["DryCuda"]):
     """Provides dry cards, and the environment in which programs see them; a context manager.
 
     Args:
@@ -150,9 +150,6 @@ class DryCuda:
         """
         file = self.folder / "refused"
         return list(dict.fromkeys(file.read_text().splitlines())) if file.exists() else []
-
-    def __enter__(self) -> "DryCuda":
-        return self
 
     def __exit__(self, *_: object) -> None:
         """End all processes that have these cards, and delete their folder."""
