@@ -9,7 +9,7 @@ import functools
 import json
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from contextvars import ContextVar
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-_PART_BYTES = 2 << 30
+_PART_BYTES = 2 << 30  # of one file: Linux maps none that is larger than main memory
 
 _wanted: ContextVar[tuple[type, str, dict[str, Any]] | None] = ContextVar("wanted", default=None)
 
@@ -47,7 +47,7 @@ def make_those_that_are_missing() -> None:
                 raise
             return holes_for(*wanted)
 
-    # A checkpoint in one file could not be loaded again: see `_split`.
+    # A checkpoint in one file could not be loaded again: see `_PART_BYTES`.
     save = modeling_utils.PreTrainedModel.save_pretrained
     modeling_utils.PreTrainedModel.save_pretrained = functools.partialmethod(
         save, max_shard_size=_PART_BYTES
@@ -62,6 +62,7 @@ def holes_for(cls: Any, name: str, options: dict[str, Any]) -> tuple[list[str], 
     Returns:
         The files, and the file of each tensor, in the format of a checkpoint's index.
     """
+    from huggingface_hub import split_state_dict_into_shards_factory
     from transformers import AutoConfig
 
     config = options.get("config")
@@ -85,13 +86,16 @@ def holes_for(cls: Any, name: str, options: dict[str, Any]) -> tuple[list[str], 
     folder = Path(os.environ["TRAINER_PLUGINS_DRYCUDA"]) / "weights"
     folder.mkdir(exist_ok=True)
     stem = f"{os.getpid()}-{len(list(folder.iterdir()))}"
-    homes: dict[str, str] = {}
-    files = []
-    for number, part in enumerate(_split(tensors)):
-        files.append(str(folder / f"{stem}-{number}.safetensors"))
-        write_holes(part, files[-1], {"format": "pt"})
-        homes |= dict.fromkeys(part, Path(files[-1]).name)
-    return files, {"weight_map": homes, "all_checkpoint_keys": [*homes]}  # 4.57 reads the second
+    parts = split_state_dict_into_shards_factory(
+        tensors,
+        get_storage_size=lambda tensor: tensor.nbytes,  # of a view: its own
+        filename_pattern=f"{stem}{{suffix}}.safetensors",
+        max_shard_size=_PART_BYTES,
+    )
+    for file, names in parts.filename_to_tensors.items():
+        write_holes({name: tensors[name] for name in names}, folder / file, {"format": "pt"})
+    index = {"weight_map": parts.tensor_to_filename, "all_checkpoint_keys": [*tensors]}
+    return [str(folder / file) for file in parts.filename_to_tensors], index  # 4.57 reads the keys
 
 
 def _dtype_of(options: Mapping[str, Any]) -> torch.dtype | None:
@@ -104,19 +108,6 @@ def _dtype_of(options: Mapping[str, Any]) -> torch.dtype | None:
     asked = options.get("dtype", options.get("torch_dtype"))
     found = getattr(torch, asked, None) if isinstance(asked, str) else asked
     return found if isinstance(found, torch.dtype) else None
-
-
-def _split(tensors: dict[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield tensors for one file each: Linux maps no file that is larger than main memory."""
-    part: dict[str, torch.Tensor] = {}
-    held = 0
-    for name, tensor in tensors.items():
-        if held >= _PART_BYTES:
-            yield part
-            part, held = {}, 0
-        part[name] = tensor
-        held += tensor.nbytes
-    yield part
 
 
 def write_holes(
