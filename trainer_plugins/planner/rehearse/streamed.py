@@ -49,15 +49,14 @@ class Streaming:
         stream = stream_of(trainer.model)
         if stream is None:
             return
-        training_step: Callable[..., object] = trainer.training_step
 
-        def step(*args: object, **kwargs: object) -> object:
+        def step(train: Callable[..., object], *args: object, **kwargs: object) -> object:
             before = stream.fetched_bytes
-            loss = training_step(*args, **kwargs)
+            loss = train(*args, **kwargs)
             self._copied_bytes.append(stream.fetched_bytes - before)
             return loss
 
-        trainer.training_step = step
+        Patches().wrap(trainer, "training_step", step)
 
     def figures(self, trainer: HfTrainer) -> Streamed | None:
         """Return the figures of the streamed base, with the smallest copy of any micro-batch."""
