@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from trainer_plugins.inside.process import has_numbers
 from trainer_plugins.patched import Patches
@@ -118,10 +118,7 @@ def _is_weights(dtype: torch.dtype) -> bool:
 
 
 def _make_unfilled(func: Any, args: Any, kwargs: Any) -> Any:
-
-    def drop_memory(value: Any) -> Any:
-        return value.to("meta") if isinstance(value, torch.Tensor) else value
-
     with _disable_current_modes():
-        made = func(*tree_map(drop_memory, args), **tree_map(drop_memory, kwargs))
+        args, kwargs = tree_map_only(torch.Tensor, lambda each: each.to("meta"), (args, kwargs))
+        made = func(*args, **kwargs)
         return tree_map_only(torch.Tensor, lambda each: _empty(each.shape, dtype=each.dtype), made)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from trainer_plugins.inside.process import has_numbers
-from trainer_plugins.inside.values import alias, is_small
+from trainer_plugins.inside.values import alias, has_values
 
 _zeros, _empty_like = torch.zeros, torch.empty_like  # before DeepSpeed's zero.Init replaces them
 unknown: Counter[str] = Counter()
@@ -41,7 +41,7 @@ def _compute_shape(name: str) -> Callable[..., Any]:
     operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if not _has_values(args[_DECIDES.get(name, 0)]):
+        if not has_values(args[_DECIDES.get(name, 0)]):
             unknown[name] += 1
         given = list(map(_on_host, args))
         made = operator(*given, **kwargs)
@@ -55,13 +55,9 @@ def _compute_shape(name: str) -> Callable[..., Any]:
 def _on_host(value: Any) -> Any:
     if not isinstance(value, torch.Tensor) or not value.is_cuda:
         return value
-    if _has_values(value):
+    if has_values(value):
         return alias(value)
     return _zeros((), dtype=value.dtype, device="cpu").expand(value.shape)
-
-
-def _has_values(tensor: torch.Tensor) -> bool:
-    return has_numbers() or not tensor.is_cuda or is_small(tensor)
 
 
 def _on_card(tensor: torch.Tensor) -> torch.Tensor:

@@ -105,9 +105,9 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func in _IN_PLACE and _is_autograds_own(args[0]):
             func = _IN_PLACE[func]
         packet: Any = func.overloadpacket
-        are_small = all(map(self._is_small, given))
+        have_values = all(map(has_values, given))
         made = func(*args, **kwargs)
-        if not are_small:
+        if not have_values:
             self._clear(made, given)
             _choose(packet, made, args)
             return made
@@ -123,7 +123,7 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
         found = _tensors(made)
         homes = {each.untyped_storage().data_ptr() for each in given}
         is_new = not any(each.untyped_storage().data_ptr() in homes for each in found)
-        if found and is_new and all(map(self._is_small, found)):
+        if found and is_new and all(map(has_values, found)):
             computed = _tensors(self._compute(func, args, kwargs))
             if [each.shape for each in computed] != [own.shape for own in found]:
                 if self._all:
@@ -153,16 +153,11 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _clear(self, made: Any, given: list[torch.Tensor]) -> None:
         """Zero small results that were not computed: their blocks still have old content."""
-        small = [
-            own for own in _tensors(made) if own.is_cuda and self._is_small(own) and own.numel()
-        ]
+        small = [own for own in _tensors(made) if own.is_cuda and has_values(own) and own.numel()]
         homes = {each.untyped_storage().data_ptr() for each in given} if small else set()
         for own in small:
             if own.untyped_storage().data_ptr() not in homes:
                 alias(own).zero_()
-
-    def _is_small(self, tensor: torch.Tensor) -> bool:
-        return self._all or not tensor.is_cuda or is_small(tensor)
 
 
 def _is_autograds_own(tensor: object) -> bool:
@@ -218,12 +213,17 @@ def see_into_operators(values: Values) -> None:
     Patches().wrap(torch.library.Library, "impl", impl)
 
 
-def is_small(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has values on the dry card; floats in a large storage have none."""
+def has_values(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has values; without numbers, large ones on the dry card have none.
+
+    Floats are large if their storage is.
+    """
     if tensor.is_floating_point() or tensor.is_complex():
-        return tensor.untyped_storage().nbytes() <= _MOST_FLOAT_BYTES
-    most = _MOST_BYTES.get(tensor.dtype, _MOST_INTEGER_BYTES)
-    return tensor.numel() * tensor.element_size() <= most
+        is_small = tensor.untyped_storage().nbytes() <= _MOST_FLOAT_BYTES
+    else:
+        most = _MOST_BYTES.get(tensor.dtype, _MOST_INTEGER_BYTES)
+        is_small = tensor.numel() * tensor.element_size() <= most
+    return is_small or not tensor.is_cuda or has_numbers()
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
@@ -290,15 +290,9 @@ def _tensors(value: Any) -> list[torch.Tensor]:
         return [value] if _has_memory(value) else []
     if isinstance(value, dict):
         value = tuple(value.values())
-    found: list[torch.Tensor] = []
-    if isinstance(value, (tuple, list)):
-        for each in value:
-            if isinstance(each, torch.Tensor):
-                if _has_memory(each):
-                    found.append(each)
-            elif isinstance(each, (tuple, list, dict)):
-                found += _tensors(each)
-    return found
+    if not isinstance(value, (tuple, list)):
+        return []
+    return [tensor for each in value for tensor in _tensors(each)]
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
