@@ -11,7 +11,6 @@ from trainer_plugins.snapshot.cards import Event, SnapshotCard
 from trainer_plugins.snapshot.oom import sum_reserved
 from trainer_plugins.units import MIB
 
-
 _MOST_GUESSES = 6  # each may be little above the last one; then by bisection
 
 

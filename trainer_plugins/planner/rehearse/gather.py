@@ -152,7 +152,7 @@ def keep_undisturbed(trainer: Any) -> Iterator[None]:
         trainer._signature_columns = columns
 
 
-def longest_batch(trainer: Any, num_rows: int | None = None) -> tuple[object, str]:
+def longest_batch(trainer: Any, num_rows: int | None = None) -> tuple[Any, str]:
     """Return the worst training batch that a sampler can draw, or one of `num_rows` rows.
 
     The text is a note on unread rows; it is empty if all were read.
