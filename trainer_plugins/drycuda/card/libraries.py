@@ -67,7 +67,7 @@ def built() -> Path:
     of_torch = sorted((site / "torch" / "lib").glob("*.so*"))
     callers = [*of_torch, *_other_callers(site, {*chain(*map(list_links, of_torch))})]
     stamps = [f"{path}:{(stat := path.stat()).st_size}:{stat.st_mtime_ns}" for path in callers]
-    sources = sorted([*_SOURCES.glob("*.[hc]*"), _CARD_FILE, Path(__file__)])
+    sources = sorted([*_SOURCES.glob("*.[hcp]*"), _CARD_FILE])  # .py too: needs.py makes names
     of_driver = _names_of_the_driver(site)
     stamps.append(str(sorted(of_driver)))
     name = fingerprint(*stamps, *(path.read_bytes() for path in sources))
