@@ -55,10 +55,7 @@ def test_the_face_offers_what_its_users_catch_and_hold() -> None:
     assert callable(trainer_plugins.read_timeline)
 
 
-@pytest.mark.parametrize(
-    "code",
-    ["import trainer_plugins", "from trainer_plugins import Finding, classify, read_timeline"],
-)
-def test_the_face_is_light(code: str) -> None:
+def test_the_face_is_light() -> None:
+    code = "from trainer_plugins import Finding, classify, read_timeline"
     code += "; import sys; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

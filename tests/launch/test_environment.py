@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from tests import processes
+from tests.check.test_command import WITHOUT_TORCH
 from trainer_plugins.launch import environment
 from trainer_plugins.launch.environment import launch_environment
 
@@ -28,7 +29,8 @@ def clean(**variables: str) -> dict[str, str]:
 
 
 def call(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "trainer_plugins", "env", *arguments]
+    """Run it in a process that fails if torch or transformers was imported."""
+    command = [sys.executable, "-c", WITHOUT_TORCH, "env", *arguments]
     return processes.run(command, environ=clean(**variables), fresh="as a shell starts it")
 
 
@@ -111,18 +113,6 @@ def test_with_vllm_in_the_process_segments_do_not_grow() -> None:
 
 def test_an_unknown_shell_is_bad_input() -> None:
     assert call("--shell", "tcsh").returncode == 2
-
-
-def test_it_imports_nothing_heavy() -> None:
-    code = (
-        "import sys\nsys.argv = ['trainer-plugins', 'env']\n"
-        "import atexit\natexit.register(lambda: print({'torch', 'transformers'} & set(sys.modules), file=sys.stderr))\n"
-        "from trainer_plugins.cli import main\nmain()"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=clean(), capture_output=True, text=True, check=True
-    )
-    assert done.stderr.strip() == "set()"
 
 
 def test_the_threads_are_shared_between_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
