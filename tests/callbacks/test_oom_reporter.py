@@ -291,13 +291,6 @@ def test_the_error_is_the_same_and_holds_nothing_back(make_trainer, small, tmp_p
     assert len(records(tmp_path)) == 1
 
 
-def test_a_callback_that_is_added_late_records_too(make_trainer, small, tmp_path) -> None:
-    trainer = long_rows(make_trainer(**TOO_MANY))
-    trainer.add_callback(OOMReporter)
-    died(trainer)
-    assert len(records(tmp_path)) == 1
-
-
 @pytest.mark.parametrize("preset", ["observe", "memory_safe"])
 def test_every_preset_records(make_trainer, small, tmp_path, preset: str) -> None:
     trainer = long_rows(make_trainer(**TOO_MANY))

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tests.models import tiny_llama, token_rows
+from tests.written import read_steps
 from trainer_plugins import CudaCacheCallback, EvalGenerateCleanup, KVCacheGuard, MemoryWatchdog
-from trainer_plugins.record.timeline import Sample, Timeline
 
 trl = pytest.importorskip("trl")
 peft = pytest.importorskip("peft")
@@ -16,7 +16,6 @@ datasets = pytest.importorskip("datasets")
 def test_all_four_in_sft(tmp_path, anywhere, lora: bool) -> None:
     from transformers import ByT5Tokenizer
 
-    timeline = Timeline()
     rows = datasets.Dataset.from_list(
         [{"input_ids": row["input_ids"].tolist()} for row in token_rows()]
     )
@@ -25,12 +24,7 @@ def test_all_four_in_sft(tmp_path, anywhere, lora: bool) -> None:
         eval_strategy="steps", eval_steps=3, gradient_checkpointing=True, dataloader_pin_memory=False,
         logging_strategy="no", save_strategy="no",
     )  # fmt: skip
-    callbacks = [
-        CudaCacheCallback(2),
-        EvalGenerateCleanup(),
-        KVCacheGuard(),
-        MemoryWatchdog(timeline=timeline),
-    ]
+    callbacks = [CudaCacheCallback(2), EvalGenerateCleanup(), KVCacheGuard(), MemoryWatchdog()]
     trainer = trl.SFTTrainer(
         tiny_llama(vocab_size=384),
         args=args,
@@ -46,14 +40,7 @@ def test_all_four_in_sft(tmp_path, anywhere, lora: bool) -> None:
 
     assert type(trainer.model).__name__ == ("PeftModelForCausalLM" if lora else "LlamaForCausalLM")
     assert {parameter.device.type for parameter in trainer.model.parameters()} == {anywhere}
-    assert [s.step for s in timeline if isinstance(s, Sample) and s.moment == "train"] == [
-        1,
-        2,
-        3,
-        4,
-        5,
-        6,
-    ]
-    assert [s.step for s in timeline if isinstance(s, Sample) and s.moment == "eval"] == [3, 6]
+    assert read_steps(tmp_path) == [1, 2, 3, 4, 5, 6]
+    assert read_steps(tmp_path, "eval") == [3, 6]
     assert "generate" not in vars(trainer.model)
     assert torch.isfinite(torch.tensor(trainer.state.log_history[-1]["train_loss"]))
