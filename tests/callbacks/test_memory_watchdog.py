@@ -1,21 +1,16 @@
 """The watchdog sees each moment's own peak, says what is wrong once, and stops in good order when asked."""
 
 import json
-import os
-import signal
-import sys
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer
 
-from tests import processes
 from tests.events import at, takes
-from tests.report.drawn import Read
-from tests.written import read_entries, read_findings
+from tests.report.drawn import Keeps, Read
+from tests.written import read_entries, read_findings, read_steps
 from trainer_plugins import CudaCacheCallback, MemoryWatchdog, OOMReporter, draw
 from trainer_plugins.cli import app
 from trainer_plugins.finding import Severity
@@ -187,22 +182,11 @@ def test_foreign_memory_that_was_there_first_is_told_too(make_trainer, simgpu) -
     assert findings(run(make_trainer)) == {"foreign-memory": [0]}
 
 
-class Leaks(TrainerCallback):
-    """Keeps a tensor of every step, as `losses.append(loss)` does."""
-
-    def __init__(self, mib: float) -> None:
-        self.mib = mib
-        self.kept: list[torch.Tensor] = []
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self.kept.append(torch.zeros(int(self.mib * MIB), dtype=torch.uint8, device=args.device))
-
-
 @pytest.mark.parametrize("mib", [1, 0.7])  # two of 0.7 MiB lie in a segment of 2 MiB, with a gap
 @pytest.mark.all(but=1)
 def test_a_leak_is_said_until_the_end(make_trainer, simgpu, tmp_path, mib: float) -> None:
     simgpu.set_capacity(160 * MIB)
-    trainer = make_trainer(Leaks(mib), MemoryWatchdog(), OOMReporter(), max_steps=400)
+    trainer = make_trainer(Keeps(mib), MemoryWatchdog(), OOMReporter(), max_steps=400)
     with pytest.raises(torch.OutOfMemoryError):
         trainer.train()
     died = trainer.state.global_step
@@ -218,8 +202,8 @@ def test_a_leak_is_said_until_the_end(make_trainer, simgpu, tmp_path, mib: float
     assert len(told) >= 3
     for remark in told:  # the count is that of the step, and the end is foreseen
         assert f"; {remark.step} x Tensor" in remark.finding.evidence
-        assert "held by Leaks.kept, 1 more per step since about step 0" in remark.finding.evidence
-        assert "`Leaks.kept.clear()`" in remark.finding.remedy
+        assert "held by Keeps.kept, 1 more per step since about step 0" in remark.finding.evidence
+        assert "`Keeps.kept.clear()`" in remark.finding.remedy
         assert remark.finding.data["steps_left"] == pytest.approx(died - remark.step, abs=24)
     for before, after in pairwise(each.finding for each in told):
         assert after.amount >= 2 * before.amount or after.severity > before.severity
@@ -229,9 +213,11 @@ def test_a_leak_is_said_until_the_end(make_trainer, simgpu, tmp_path, mib: float
     assert bool(pressed) is (mib == 1)  # else the gaps fill the card
     said = CliRunner().invoke(app, ["explain", str(tmp_path / "run"), "--verbose"]).output
     assert f"{mib} MiB more after each step" in said.replace("1.0 MiB", "1 MiB")
+    assert "leak]" in said.splitlines()[0]
+    assert "`Keeps.kept.clear()`" in said
     assert told[-1].finding.evidence.partition(" held by ")[0] in " ".join(said.split())
     table = Read(draw(tmp_path / "run")).words.partition("Most by module and holder")[2]
-    assert "Leaks.kept" in table.partition("Findings")[0]
+    assert "Keeps.kept" in table.partition("Findings")[0]
 
 
 def test_batches_of_changing_length_are_no_leak(make_trainer, simgpu) -> None:
@@ -257,37 +243,13 @@ def test_retries_of_the_allocator_are_told_after_warm_up(make_trainer, simgpu) -
     assert samples(timeline, "train")[-1].reading.num_alloc_retries > 0
 
 
-def test_readings_survive_a_kill(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        f"""
-import os, signal, sys
-sys.path.insert(0, {str(Path(__file__).parent.parent.parent)!r})
-from transformers import Trainer, TrainingArguments, TrainerCallback
-from tests.models import tiny_llama, token_rows
-from trainer_plugins import CudaCacheCallback, MemoryWatchdog, OOMReporter, draw
-from trainer_plugins.cli import app
-class Kill(TrainerCallback):
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == 5: os.kill(os.getpid(), signal.SIGKILL)
-args = TrainingArguments({str(tmp_path)!r}, max_steps=9, report_to="none", disable_tqdm=True, use_cpu=True)
-Trainer(tiny_llama(), args, train_dataset=token_rows(), callbacks=[MemoryWatchdog(), Kill()]).train()
-"""
-    )
+def test_readings_are_in_the_file_when_the_next_step_begins(make_trainer, tmp_path) -> None:
+    """A kill leaves them there."""
+    found: list[list[int]] = []
+    looks = at("step_begin", lambda _: found.append(read_steps(tmp_path / "run")))
+    make_trainer(MemoryWatchdog(), looks).train()
 
-    code = processes.run([sys.executable, script], environ={**os.environ, "CI": ""}).returncode
-
-    assert code == -signal.SIGKILL
-    samples = read_entries(tmp_path, Sample)
-    assert [sample.step for sample in samples] == [0, 1, 2, 3, 4, 5]
-    assert samples[0].reading.device == "cpu"
-
-
-@pytest.mark.parametrize("every_steps", [1, 3])
-def test_looks_every_n_steps(make_trainer, every_steps: int) -> None:
-    timeline = run(make_trainer, every_steps=every_steps)
-
-    assert [s.step for s in samples(timeline, "train")] == list(range(every_steps, 9, every_steps))
+    assert found == [[*range(1, step)] for step in range(1, 9)]
 
 
 def test_training_before_an_evaluation_at_the_end_of_an_epoch_keeps_its_own_peak(

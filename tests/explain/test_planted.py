@@ -281,13 +281,6 @@ def test_what_a_list_keeps(train, kind: type[Keeps], mib: int) -> None:
     assert train(mib, kind(eval(f"lambda tensor: tensor{typed}")), max_steps=30) is None
 
 
-def test_a_leak_that_the_watchdog_has_named(train) -> None:
-    said = train(120, Keeps(), max_steps=80)
-    assert said.code == "leak"
-    assert "held by Keeps.kept, 1 more per step since about step 0" in " ".join(said.text.split())
-    assert "`Keeps.kept.clear()`" in said.text
-
-
 def test_a_long_sample_and_the_preset_that_finishes_it(train) -> None:
     def ends_long(trainer: Trainer) -> None:
         trainer.train_dataset = [*token_rows(48), *token_rows(8, 256)]

@@ -107,14 +107,14 @@ def highest(page: Read, colour: str, which: int = 0) -> float:
 class Keeps(TrainerCallback):
     """Keeps some MiB of each step, as a list of losses with their graphs does."""
 
-    def __init__(self, mib: int) -> None:
+    def __init__(self, mib: float) -> None:
         self.mib = mib
         self.kept: list[object] = []
 
     def on_step_end(self, args, state, control, **kwargs):
         import torch
 
-        self.kept.append(torch.zeros(self.mib * MIB, dtype=torch.uint8, device=args.device))
+        self.kept.append(torch.zeros(int(self.mib * MIB), dtype=torch.uint8, device=args.device))
 
 
 def plan_of(points: Sequence[tuple[str, float]], gpu_gib: float = 24) -> MemoryPlan:
