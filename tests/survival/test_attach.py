@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-from transformers import Trainer
 
 from tests.models import tiny_llama
 from tests.survival.failing import (
@@ -335,18 +334,3 @@ def test_other_errors_go_through_as_they_are(tmp_path) -> None:
     model.lm_head.register_forward_pre_hook(wrong)
     why = r"^mat1 and mat2 shapes cannot be multiplied \(4x32 and 64x32\)$"
     refuse(small_trainer(tmp_path, model), why, error=RuntimeError)
-
-
-@pytest.mark.parametrize("at", [0.3, 0.8], ids=["forward", "backward"])
-def test_a_loss_that_is_scaled_otherwise_is_not_taken_for_right(tmp_path, at: float) -> None:
-    class Twice(Trainer):
-        def training_step(self, model, inputs, num_items_in_batch=None):
-            loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
-            self.accelerator.backward(loss * 2)
-            return loss.detach()
-
-    num = first_micro_batch(small_trainer(tmp_path, trainer_class=Twice))
-    trainer = small_trainer(tmp_path, trainer_class=Twice)
-    why = "it scales the gradient by 2, where the Trainer's own scales it by 1"
-    refuse(trainer, why, {0: [int(at * num)]}, (RuntimeError, ValueError))
-    assert trainer.state.global_step == 0

@@ -101,18 +101,6 @@ def test_it_is_bit_for_bit_the_run_with_the_micro_batch_that_fits(tmp_path, simg
     assert off_by(small_weights, weights) == 0
 
 
-def test_a_card_too_small_for_one_row_says_what_was_tried(tmp_path, simgpu) -> None:
-    with pytest.raises(torch.OutOfMemoryError) as raised:
-        trained(tmp_path, simgpu, 2, model={"vocab_size": 512}, length=256)
-
-    assert str(raised.value).startswith("CUDA out of memory. Tried to allocate")
-    assert (
-        "nothing smaller to try than 1 row (256 tokens, including padding), and nothing left"
-        in str(raised.value)
-    )
-    assert [finding.code for finding in read_findings(tmp_path)] == ["out-of-memory-refused"]
-
-
 class Statistics:
     """Keeps what the first layer computed, with the graph behind it, as a hook for statistics might."""
 

@@ -68,6 +68,15 @@ def test_one_that_becomes_another_later_is_stopped_where_it_is_divided(
     assert trainer.state.global_step == 1
 
 
+@pytest.mark.parametrize("at", [0.3, 0.8], ids=["forward", "backward"])
+def test_a_loss_that_is_scaled_otherwise_is_not_taken_for_right(tmp_path, at: float) -> None:
+    num = Run(trainer_that(tmp_path, lambda loss: loss * 2)).num_allocations[0]
+    trainer = trainer_that(tmp_path, lambda loss: loss * 2)
+    why = "it scales the gradient by 2, where the Trainer's own scales it by 1"
+    refuse(trainer, why, {0: [int(at * num)]}, (RuntimeError, ValueError))
+    assert trainer.state.global_step == 0
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_accumulated", [3, 7])
 @pytest.mark.parametrize("at", [0.3, 0.8], ids=["forward", "backward"])

@@ -10,6 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.models import tiny_llama, token_rows
 from tests.survival.failing import Run, small_trainer
 from tests.survival.test_attach import remarks
+from tests.written import read_findings
 from trainer_plugins import protect, survive_oom
 from trainer_plugins.units import MIB
 
@@ -72,16 +73,6 @@ def test_dividing_beforehand_is_said_once_and_counted(
     assert [event.value for event in events.Scalars(tag)] == [1, 1, 1]
 
 
-def test_where_all_fits_nothing_is_said_or_counted(tmp_path, caplog) -> None:
-    trainer = small_trainer(tmp_path)
-    survive_oom(trainer)
-    trainer.train()
-    assert "divided" not in caplog.text
-    assert not [
-        logs for logs in trainer.state.log_history if "memory/divided_micro_batches" in logs
-    ]
-
-
 def test_one_row_that_does_not_fit_is_not_told_to_be_fewer(tmp_path, simgpu) -> None:
     torch.accelerator.empty_cache()
     simgpu.set_capacity(2 * MIB)
@@ -91,11 +82,15 @@ def test_one_row_that_does_not_fit_is_not_told_to_be_fewer(tmp_path, simgpu) -> 
             use_cpu=False, per_device_train_batch_size=num_rows,
         )  # fmt: skip
         survive_oom(trainer, plan_first=False)
+        tried = (
+            r"nothing smaller to try than 1 row \(256 tokens, including padding\), and nothing left"
+            r" to switch on \(checkpointing and offload on\)"
+        )
         with pytest.raises(
-            torch.OutOfMemoryError,
-            match=r"nothing left to switch on \(checkpointing and offload on\)",
+            torch.OutOfMemoryError, match=rf"(?s)^CUDA out of memory. Tried to allocate .*{tried}"
         ):
             trainer.train()
+        assert len(read_findings(tmp_path / str(num_rows))) == 1
         (told,) = remarks(tmp_path / str(num_rows), "out-of-memory-refused")
         assert told.finding.remedy.startswith("Remaining options: shorter sequences")
         assert "per_device_train_batch_size" not in told.finding.remedy
