@@ -406,6 +406,8 @@ def test_images_of_which_a_card_takes_three_and_not_four(tmp_path) -> None:
 
 
 class Noisy(nn.Module):
+    """Scales what it gets by a number that Python or numpy draws, as augmentations in people's models do."""
+
     def __init__(self, norm: nn.Module, draw: Callable[[], float]) -> None:
         super().__init__()
         self.norm, self.draw = norm, draw

@@ -20,6 +20,7 @@ from tests.survival.failing import (
     with_norm,
 )
 from tests.survival.test_attach import remarks
+from tests.survival.test_certificate import Noisy
 from tests.written import read_findings
 from trainer_plugins import survive_oom
 from trainer_plugins.survival.exact.layouts import Rows
@@ -86,18 +87,6 @@ def packed_phi3(tmp_path, boundary: int):
     )
 
 
-# Sequences have 6 to 16 tokens.
-class Scaled(nn.Module):
-    """Scales what it gets by a number that Python or numpy draws, as augmentations in people's models do."""
-
-    def __init__(self, norm: nn.Module, draw) -> None:
-        super().__init__()
-        self.norm, self.draw = norm, draw
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.norm(hidden) * (0.5 + self.draw()) if self.training else self.norm(hidden)
-
-
 class Nameless:
     """Draws by a class that names no module, as functions of older versions of Cython."""
 
@@ -119,7 +108,7 @@ def test_a_layer_that_is_computed_again_draws_what_it_has_drawn(tmp_path, draw) 
         torch.manual_seed(0)
         model = tiny_llama()
         norm = model.model.layers[0].input_layernorm
-        model.model.layers[0].input_layernorm = Scaled(norm, draw)
+        model.model.layers[0].input_layernorm = Noisy(norm, draw)
         return small_trainer(tmp_path, model.double(), per_device_train_batch_size=1)
 
     whole, run = survive(trainer, {1: 0.7})
@@ -129,6 +118,7 @@ def test_a_layer_that_is_computed_again_draws_what_it_has_drawn(tmp_path, draw) 
     assert gradients_off_by(run, whole) == 0
 
 
+# Sequences have 6 to 16 tokens.
 @pytest.mark.parametrize("boundary", [4, 16])
 def test_longrope_is_divided_where_all_sequences_are_on_one_side(tmp_path, boundary: int) -> None:
     whole, survived = survive(lambda: packed_phi3(tmp_path, boundary), {0: 0.8, 3: 0.3})

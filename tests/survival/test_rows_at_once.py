@@ -19,6 +19,7 @@ from tests.survival.failing import (
     weights_by_rounding,
 )
 from tests.survival.test_families import answers, classes, encoder_decoder, masked_words, packed
+from tests.survival.test_vouched import by_rows
 from trainer_plugins import SurviveOOM, survive_oom
 
 BY_EPOCHS: dict[str, Any] = {"steps": -1, "num_train_epochs": 2, "gradient_accumulation_steps": 1}
@@ -27,14 +28,6 @@ BY_EPOCHS: dict[str, Any] = {"steps": -1, "num_train_epochs": 2, "gradient_accum
 class InMyOrder(Trainer):
     def _get_train_sampler(self, *_: object) -> SequentialSampler:
         return SequentialSampler(range(0, len(self.train_dataset), 3))
-
-
-def mean_of_mine(outputs, labels, num_items_in_batch=None):
-    """A mean over rows that the Trainer does not divide by the accumulation steps."""
-    lost = torch.nn.functional.cross_entropy(
-        outputs.logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction="none"
-    )
-    return (lost.sum(1) / (labels[:, 1:] != -100).sum(1)).mean()
 
 
 def evaluated(tmp_path):
@@ -62,7 +55,7 @@ KINDS: dict[str, Callable[..., Trainer]] = {
     "evaluation": evaluated,
     "sampler": lambda path: small_trainer(path, trainer_class=InMyOrder),
     "grouped": grouped,
-    "own loss": lambda path: small_trainer(path, compute_loss_func=mean_of_mine),
+    "own loss": lambda path: small_trainer(path, compute_loss_func=by_rows),
     **{make.__name__: make for make in (masked_words, classes, encoder_decoder, answers, packed)},
 }
 

@@ -21,6 +21,7 @@ from tests.survival.failing import (
     refuse,
     small_trainer,
     survive,
+    with_norm,
 )
 from tests.survival.test_attach import remarks
 from trainer_plugins import survive_oom
@@ -359,12 +360,9 @@ class Prototypes(Attribute):
 
 
 def test_tensors_of_inference_mode_and_quantized_ones_are_left_alone(tmp_path) -> None:
-    def make():
-        model = tiny_llama().double()
-        model.model.norm = Prototypes(model.model.norm)
-        return small_trainer(tmp_path, model)
-
-    whole, survived = survive(make, {0: 0.3, 2: 0.8})
+    whole, survived = survive(
+        lambda: small_trainer(tmp_path, with_norm(Prototypes)), {0: 0.3, 2: 0.8}
+    )
     assert gradients_off_by(survived, whole) <= 1e-6
 
 
@@ -394,12 +392,7 @@ class Network(Stateful):
 
 
 def test_objects_that_know_each_other_are_not_read_along_every_path(tmp_path) -> None:
-    def make():
-        model = tiny_llama().double()
-        model.model.norm = Network(model.model.norm)
-        return small_trainer(tmp_path, model)
-
-    whole, survived = survive(make, {0: 0.3, 2: 0.8})
+    whole, survived = survive(lambda: small_trainer(tmp_path, with_norm(Network)), {0: 0.3, 2: 0.8})
     assert gradients_off_by(survived, whole) <= 1e-6
     assert Links.num_reads < 12**4, "once for each station and depth, not along every path"
 

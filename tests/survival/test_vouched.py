@@ -39,7 +39,7 @@ class Squares(Trainer):
 
 
 def by_rows(outputs, labels, num_items_in_batch=None):
-    """Each row counts the same, however long it is."""
+    """A mean over rows, however long each is, that the Trainer does not divide by the accumulation steps."""
     losses = nn.functional.cross_entropy(
         outputs.logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction="none"
     )
