@@ -308,6 +308,7 @@ SAMPLE, FLUSH, REMARK = (json.loads(to_line(entry)) | {"run": "0123abcd"} for en
         json.dumps(FLUSH | {"seconds": float("nan")}),
         '{"kind": "beginning", "time_seconds": 1, "step": 1, "num_params": "7", "offload": [], "homes": 3}',
         '{"kind": ["sample"]}',
+        '{"kind": "of-a-later-version", "time_seconds": 1, "step": 1}',
         '{"kind": "sample"',
         "[1, 2]",
         "17",

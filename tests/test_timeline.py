@@ -73,19 +73,6 @@ def test_what_is_written_is_read_back_the_same(tmp_path: Path) -> None:
     )
 
 
-def test_a_line_cut_off_by_a_kill_and_lines_of_later_versions_are_passed_over(
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / "rank-0.jsonl"
-    Timeline(path).add(ENTRIES[0])
-    with path.open("a") as file:
-        file.write(
-            '{"kind": "of-a-later-version", "time_seconds": 1, "step": 1}\n{"kind": "sample", "ti'
-        )
-
-    assert read_timeline(path) == ENTRIES[:1]
-
-
 def test_a_second_run_goes_on_behind_the_first(tmp_path: Path) -> None:
     for entry in ENTRIES:
         timeline = Timeline(tmp_path / "rank-0.jsonl")
@@ -157,15 +144,6 @@ for entry in ENTRIES: timeline.add(entry)
     assert done.stdout.strip() == "300"  # it really was cut in the middle
     assert done.stderr.count("could not be written") == 1
     assert read_timeline(path) == ENTRIES * 2
-
-
-def test_a_file_taken_away_does_not_stop_the_run(tmp_path: Path) -> None:
-    timeline = Timeline(tmp_path / "rank-0.jsonl")
-    timeline.add(ENTRIES[0])
-    os.remove(tmp_path / "rank-0.jsonl")
-    timeline.add(ENTRIES[1])
-
-    assert list(timeline) == ENTRIES[:2]
 
 
 def test_a_file_put_in_its_place_is_gone_on_with(tmp_path: Path) -> None:
