@@ -7,12 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 from torch.utils import cpp_extension
 
 from tests import processes
 from tests.distributed.launched import torchrun
+from tests.test_forks import is_alive
 
 HANGS = """
 import os, sys
@@ -20,14 +20,6 @@ with open(sys.argv[1], "w") as here:
     here.write(f"{os.getpid()} ")
 open(sys.argv[2]).read()  # nobody ever writes into it
 """
-
-
-def runs(pid: int) -> bool:
-    """Whether there is such a process, and not only what its parent has not asked about yet."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def test_no_rank_outlives_a_launcher_that_hangs(tmp_path: Path) -> None:
@@ -47,7 +39,7 @@ def test_no_rank_outlives_a_launcher_that_hangs(tmp_path: Path) -> None:
         processes.end(launcher, timeout=0)
 
     assert launcher.returncode is not None
-    assert not any(map(runs, ranks))
+    assert not any(map(is_alive, ranks))
 
 
 def test_what_a_command_left_behind_ends_and_what_it_printed_is_there() -> None:
@@ -55,7 +47,7 @@ def test_what_a_command_left_behind_ends_and_what_it_printed_is_there() -> None:
     done = processes.run([sys.executable, "-c", code])
 
     assert done.returncode == 0
-    assert not runs(int(done.stdout))
+    assert not is_alive(int(done.stdout))
 
 
 def test_a_launch_that_would_wait_on_a_lock_says_so(tmp_path: Path) -> None:
@@ -124,7 +116,7 @@ def test_a_fork_ends_by_its_signal_and_with_its_shim(tmp_path: Path) -> None:
     fork = int(begun.stdout.readline())
     assert fork != begun.pid
     processes.kill(begun)
-    assert not runs(fork)
+    assert not is_alive(fork)
 
 
 def test_what_imports_would_see_is_a_new_python(tmp_path: Path) -> None:

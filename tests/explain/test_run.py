@@ -558,10 +558,6 @@ def test_it_is_explained_without_torch(died, tmp_path) -> None:
     assert done.stdout.split() == ["capacity", "False"]
 
 
-def test_the_report_of_a_folder_that_is_none_says_so(tmp_path) -> None:
-    assert CliRunner().invoke(app, ["report", str(tmp_path)]).exit_code == 2
-
-
 @pytest.mark.parametrize("place", ["record", "timeline"])
 def test_survival_that_was_refused_is_not_offered_again(died, tmp_path, place: str) -> None:
     assert any("--preset survive" in each.do for each in explained(tmp_path / "run", died).remedies)

@@ -110,16 +110,11 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path):
     assert 2 * GIB > LARGEST_BYTES
 
 
-@pytest.mark.parametrize("what", ["/dev/zero", "missing", "."])
+@pytest.mark.parametrize("what", ["/dev/zero", "missing", ".", "pipe"])
 def test_what_is_no_file_is_refused_at_once(what, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
     with pytest.raises(NotReadableError, match=r"not a file|cannot be opened"):
         explain_snapshot(tmp_path / what)
-
-
-def test_a_pipe_does_not_block(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(NotReadableError, match="not a file"):
-        explain_snapshot(tmp_path / "pipe")
 
 
 def test_a_comparison_says_which_file_cannot_be_read(tmp_path):

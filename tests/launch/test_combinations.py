@@ -71,13 +71,11 @@ def environment_of(name: str, monkeypatch: pytest.MonkeyPatch, elsewhere: Path) 
 @pytest.mark.parametrize(
     "name", [name for name in configs.names() if read_document(configs.path(name)).deepspeed]
 )
-def test_deepspeed_files_agree_with_every_training(
-    name, arguments, monkeypatch, tmp_path, record_property
-) -> None:
+def test_deepspeed_files_agree_with_every_training(name, arguments, monkeypatch, tmp_path) -> None:
     for key, value in environment_of(name, monkeypatch, tmp_path).items():
         if key.startswith("ACCELERATE_"):
             monkeypatch.setenv(key, value)
-    ran = 0
+    assert len(arguments) == 48
     for dtype, args in arguments:
         plugin = DeepSpeedPlugin()
         plugin.set_mixed_precision({"fp32": "no"}.get(dtype, dtype))
@@ -111,11 +109,7 @@ def test_deepspeed_files_agree_with_every_training(
         if zero.stage == 3:
             assert zero.gather_16bit_weights_on_model_save
             assert plugin.zero3_init_flag
-        ran += 1
     unset_hf_deepspeed_config()
-    record_property("combinations", ran)
-    print(f"{name}: {ran} combinations")
-    assert ran == len(COMBINATIONS) == 48
 
 
 @pytest.mark.parametrize("name", [name for name in configs.names() if name.startswith("fsdp2")])
