@@ -87,12 +87,16 @@ def test_what_was_put_on_top_stays(tmp_path, caplog) -> None:
         Run(trainer, {0: [20]})
 
 
-def test_where_everything_fits_nothing_changes(tmp_path) -> None:
+def test_where_everything_fits_nothing_changes(tmp_path, caplog) -> None:
     whole, watched = survive(lambda: small_trainer(tmp_path), {})
 
     assert gradients_off_by(watched, whole) == 0
     assert watched.logged == whole.logged
     assert watched.num_allocations == whole.num_allocations
+    assert "divided" not in caplog.text
+    assert not [
+        logs for logs in watched.trainer.state.log_history if "memory/divided_micro_batches" in logs
+    ]
 
 
 def test_it_is_told_in_words_in_the_timeline_and_in_the_history(tmp_path, caplog) -> None:
