@@ -1,11 +1,11 @@
 """Main memory: the linter's arithmetic says what the planner found by running the code."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.situations import tomllib
 from tests.test_cli import command
 from trainer_plugins.finding import Severity
 from trainer_plugins.launch import configs
@@ -14,6 +14,11 @@ from trainer_plugins.launch.lint.host_memory import host_need
 from trainer_plugins.launch.lint.judge import judge_document
 from trainer_plugins.launch.main_memory import HostLimits
 from trainer_plugins.units import GIB
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:  # pytest brings it
+    import tomli as tomllib
 
 PLANS = tomllib.loads(Path(__file__).with_name("host_memory.toml").read_text())["plan"]
 
