@@ -121,7 +121,7 @@ def lengths_of(dataset: Any, seconds: float = 10.0) -> Lengths:
 def lengths_as_collated(dataset: Any, collate: Callable[[list[Any]], Any]) -> tuple[Lengths, str]:
     """Return the lengths of rows, as the collator makes them if they are text or images.
 
-    The second value says why the longest may be others; it is empty if all were measured.
+    The second value says why they are the lengths of the raw rows instead; else it is empty.
     """
     lengths, why = lengths_of(dataset), ""
     if not lengths.are_inputs:
@@ -131,8 +131,6 @@ def lengths_as_collated(dataset: Any, collate: Callable[[list[Any]], Any]) -> tu
         except Exception as error:  # noqa: BLE001 - the user's own, which may need several rows
             words = " ".join(f"{type(error).__name__}: {error}".split())
             why = f"the rows hold no inputs, and the collator failed on a single one: {words}"
-    if len(lengths.rows) < lengths.num_rows:
-        why = f"only {len(lengths.rows):,} of {lengths.num_rows:,} rows were read, spread evenly"
     return lengths, why
 
 

@@ -289,9 +289,8 @@ def _smallest(
     folder: Path, seen: Sequence[Mapping[str, Any]], case: SnapshotCase, card: Card
 ) -> SmallestCard | None:
     """Return the smallest card on which all processes complete; None if the model cannot tell."""
-    rules, repeated = AllocatorRules(), case.repeated
-    if repeated is not None:
-        rules = repeated.rules
+    repeated = case.repeated
+    rules = repeated.rules if repeated is not None else AllocatorRules()
     is_repeated = repeated is not None and repeated.outcome.is_same and case.oom is None
     found = SmallestCard(0, None)
     for process in seen:

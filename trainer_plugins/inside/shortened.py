@@ -109,6 +109,9 @@ def take_the_longest_rows(trainer: Any, notes: list[str]) -> None:
     collate = trainer._get_collator_with_removed_columns(trainer.data_collator)
     lengths, why_unsure = lengths_as_collated(trainer.train_dataset, collate)
     chosen = lengths.longest_with_padding(rows)
+    num_read, num_rows = len(lengths.rows), lengths.num_rows
+    if num_read < num_rows:
+        why_unsure = f"only {num_read:,} of {num_rows:,} rows were read, spread evenly"
     if why_unsure:
         notes.append(f"perhaps not the longest rows: {why_unsure}")
     num = trainer.args.max_steps * trainer.args.gradient_accumulation_steps

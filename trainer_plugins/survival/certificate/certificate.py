@@ -297,13 +297,14 @@ def _describe_known(told: list[Measurement]) -> str:
     by_how: dict[str, list[str]] = {}
     for one in told:
         by_how.setdefault(one.how, []).append(one.sample.words)
-    # At most three samples show no label of their own.
-    more = {how: f" and for {len(words) - 4} more labels" for how, words in by_how.items()}
-    measured = [
-        f"{' and '.join(words[:4])}{more[how] if words[4:] else ''}, {how}"
-        for how, words in by_how.items()
-    ]
+    measured = [f"{_list_samples(words)}, {how}" for how, words in by_how.items()]
     return f"pieces add up, measured on {'; on '.join(measured)}"
+
+
+def _list_samples(words: list[str]) -> str:
+    # At most three samples show no label of their own.
+    more = [f"for {len(words) - 4} more labels"] if words[4:] else []
+    return " and ".join([*words[:4], *more])
 
 
 def batch_kind(layout: Layout, inputs: Inputs) -> Kind:
